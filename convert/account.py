@@ -1,12 +1,8 @@
-"""Everything that decides the bytes of a pack, and what the pack says about itself.
+"""The record of a pack: what decides its bytes, and what it says about itself.
 
-A `Recipe` is a checkpoint with the plan for it. A `PackRecord` has what follows from it and is not in the large files:
-the digest that identifies the conversion, the small tables, the manifest.
-
-What rounding cost each expert is measured while it is quantized, on tokens that do not calibrate it
-(`calib.quantize.guard`). The figures wait as notes in the conversion's journal, so that a killed conversion does not
-lose them, and become the sidecar `rounding.json` when the pack is complete. Thresholds do not change them: all neurons
-run.
+`Recipe`: a checkpoint with the plan for it. `PackRecord`: what follows from it and is not in the large files.
+Each expert's rounding loss is measured while it is quantized (`calib.quantize.guard`). Losses wait as notes in the
+conversion's journal, so that they survive a kill, and become the sidecar `rounding.json` when the pack is complete.
 """
 
 import hashlib
@@ -30,7 +26,7 @@ from moe_pack.formats.pack.writer import PackWriter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preparation:
-    """How experts are prepared for the formats of their plan: sorted, rotated, calibrated."""
+    """How experts are prepared for the formats of their plan."""
 
     order: NDArray[np.uint32] | None = None  # [L, E, f], the source's neuron in each row; None: the source's order
     # The profile with whose inputs a calibrated plan is quantized; other plans need none.
@@ -57,55 +53,9 @@ class Recipe:
     is_sequential: bool = False
 
 
-def check_calibration(
-    checkpoint: Checkpoint,
-    plan: formats.Plan,
-    profile: profiles.Profile | None,
-    rotation: manifests.RotationVectors | None = None,
-) -> None:
-    """Checks that a calibrated plan has a profile of the checkpoint, with inputs or made from an importance file.
-
-    Raises:  PlanError without a profile, for a profile without inputs or of another checkpoint, or if layers are
-             rotated with the moments of an importance file, which belong to the source's coordinates.
-    """
-    if plan.quantizer != "calibrated":
-        return
-    if profile is None:
-        raise formats.PlanError(
-            "--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile"
-        )
-    if not profile.calibrates:
-        raise formats.PlanError(
-            f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile the "
-            "model again, without --no-inputs"
-        )
-    if rotation is not None and not profile.has_inputs:
-        raise formats.PlanError(
-            f"--profile {profile.folder}: was made from an importance file, whose figures are not those of rotated "
-            "experts; give --rotate off, or profile the model on text"
-        )
-    profiles.check_same_source(profile, checkpoint)
-
-
-def check_order(order: NDArray[np.uint32], spec: formats.ModelSpec) -> None:
-    """Checks that a neuron order fits this model.
-
-    Raises:  PlanError for another shape, or if the order of an expert is not a permutation.
-    """
-    assert order.dtype == np.uint32, order.dtype
-    shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
-    if order.shape != shape:
-        raise formats.PlanError(
-            f"order: shape {list(order.shape)}, expected {list(shape)}: layers, experts and neurons"
-        )
-    fault = manifests.order_fault(order, shape[2])
-    if fault:
-        raise formats.PlanError(f"order: {fault}")
-
-
 @dataclass(frozen=True, slots=True)
 class PackOrigin:
-    """Where a pack comes from: its `source.json`, the files that it copies, the packages that decide its bytes."""
+    """The source of a pack and everything else that decides its bytes."""
 
     source: bytes
     copied: tuple[tuple[str, bytes], ...]
@@ -114,7 +64,7 @@ class PackOrigin:
 
 
 def recipe_account(recipe: Recipe) -> "PackRecord":
-    """Returns the record of the pack that a recipe makes. Its thresholds are zero: all neurons run.
+    """Returns the record of the pack that a recipe makes; its thresholds are zero, so that all neurons run.
 
     Raises:  PlanError if the quantizer's package is not installed; CheckpointError if a file to copy cannot be read.
     """
@@ -142,8 +92,7 @@ def recipe_account(recipe: Recipe) -> "PackRecord":
 class PackRecord:
     """The facts of one pack, without its large files. `conversion`: a digest of everything that decides its bytes.
 
-    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; None: the source's order.   rotation: None if no
-             layer is rotated.
+    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; None: the source's.   rotation: None: no layer's.
     """
 
     def __init__(
@@ -160,7 +109,10 @@ class PackRecord:
         self._plan = plan
         self.origin = origin
         self._thresholds = thresholds
-        self._order = _source_order(layout) if order is None else order
+        spec = layout.spec
+        neurons = np.arange(spec.expert.source_size, dtype=np.uint32)
+        shape = (len(spec.moe_layers), spec.router.num_experts, len(neurons))
+        self._order = np.broadcast_to(neurons, shape) if order is None else order
         facts = {
             "source": hashlib.sha256(origin.source).hexdigest(),
             "copied": [[name, hashlib.sha256(raw).hexdigest()] for name, raw in origin.copied],
@@ -183,7 +135,7 @@ class PackRecord:
         ]
 
     def _stored_order(self, notes: Mapping[tuple[int, int], "ExpertNote"]) -> NDArray[np.uint32]:
-        """Returns the order of all rows, u32 [L, E, f]: neurons that are repeated stand twice, one behind the other."""
+        """Returns the order of all rows, u32 [L, E, f]; the second row of a neuron is behind its first."""
         repeats = self._layout.spec.expert.repeats
         if not repeats:
             return self._order
@@ -195,23 +147,17 @@ class PackRecord:
         return rows
 
     def sidecars(self, manifest: bytes, writer: PackWriter) -> list[tuple[str, bytes]]:
-        """Returns names and bytes of the sidecars that are measured while experts are made.
-
-        Args:    manifest: its bytes.
-        """
-        notes = read_notes(writer.expert_notes())
-        if all(note.loss is None for note in notes.values()):
+        """Returns names and bytes of the sidecars that are measured while experts are made."""
+        losses = {place: note.loss for place, note in read_notes(writer.expert_notes()).items()}
+        if not any(losses.values()):
             return []
-        shape = (len(self._layout.spec.moe_layers), self._layout.spec.router.num_experts)
-        rounding = Rounding.of_notes(notes, shape)
+        layers, experts = map(range, self._order.shape[:2])
+        rounding = Rounding(tuple(tuple(losses.get((layer, e)) for e in experts) for layer in layers))
         root = manifests.root_without_thresholds(manifests.read_manifest(manifest))
         return [(ROUNDING_FILE, sidecar.sidecar_bytes(ROUNDING_FILE, rounding, root))]
 
     def manifest(self, files: tuple[manifests.ContentFile, ...]) -> bytes:
-        """Returns the manifest's bytes.
-
-        Args:    files: all files with content, without the experts'.
-        """
+        """Returns the manifest's bytes; `files` are all files with content, without the experts'."""
         layout = self._layout
         layers = list(zip(layout.spec.moe_layers, layout.expert_files, strict=True))
         expert_files = tuple(
@@ -247,13 +193,6 @@ class PackRecord:
         )
 
 
-def _source_order(layout: formats.PackLayout) -> NDArray[np.uint32]:
-    """Returns the order of the source's neurons: u32 [L, E, f]."""
-    spec = layout.spec
-    rows = np.arange(spec.expert.source_size, dtype=np.uint32)
-    return np.broadcast_to(rows, (len(spec.moe_layers), spec.router.num_experts, len(rows)))
-
-
 def totals(layout: formats.PackLayout, files: tuple[manifests.ContentFile, ...]) -> manifests.Totals:
     """Returns the bytes by part of the pack with this layout and these other files."""
     experts = [expert for layer in layout.experts for expert in layer]
@@ -284,7 +223,6 @@ def totals(layout: formats.PackLayout, files: tuple[manifests.ContentFile, ...])
 
 
 def _features(layout: formats.PackLayout, is_rotated: bool) -> tuple[str, ...]:
-    """Returns the features that a reader must support to read this pack."""
     features: set[str] = set()
     experts = [expert for layer in layout.experts for expert in layer]
     rows = [r for expert in experts for r in (expert.selector, expert.records) if r is not None]
@@ -334,22 +272,14 @@ _JOURNAL = "conversion.journal"
 
 @dataclass(frozen=True, slots=True)
 class ExpertNote:
-    """What the journal keeps of an expert next to its bytes: what it loses, and the neurons with two rows, rising."""
+    """The journal's note of an expert."""
 
-    loss: quantize.ExpertLoss | None
-    repeated: tuple[int, ...]
-
-
-def note_of(loss: quantize.ExpertLoss | None, repeated: tuple[int, ...] = ()) -> bytes:
-    """Returns the journal's note of an expert."""
-    return formats.canonical(formats.dump(ExpertNote(loss, repeated)))
+    loss: quantize.ExpertLoss | None  # None: not measured
+    repeated: tuple[int, ...]  # the neurons with two rows, rising
 
 
 def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], ExpertNote]:
-    """Reads the notes of experts by MoE layer and expert.
-
-    Raises:  formats.ConversionError for a note that is none.
-    """
+    """Reads notes by MoE layer and expert; raises ConversionError for a damaged one."""
     return {
         place: formats.load(
             ExpertNote, formats.parse(note, _JOURNAL, formats.ConversionError), _JOURNAL, formats.ConversionError
@@ -360,22 +290,13 @@ def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What rounding cost the experts of a pack, `[layer][expert]`; None where it was not measured."""
+    """The rounding losses of a pack's experts."""
 
-    experts: tuple[tuple[quantize.ExpertLoss | None, ...], ...]
-
-    @classmethod
-    def of_notes(cls, notes: Mapping[tuple[int, int], ExpertNote], shape: tuple[int, int]) -> "Rounding":
-        """Returns the record of a pack with `shape` layers and experts from the notes of some of them."""
-        found = {place: note.loss for place, note in notes.items()}
-        return cls(tuple(tuple(found.get((layer, e)) for e in range(shape[1])) for layer in range(shape[0])))
+    experts: tuple[tuple[quantize.ExpertLoss | None, ...], ...]  # [layer][expert]; None: not measured
 
 
 def read_rounding(pack: formats.Pack) -> Rounding | None:
-    """Reads the sidecar of a pack; None if nothing was measured.
-
-    Raises:  PackError if it is damaged, or of other layers and experts.
-    """
+    """Reads the sidecar of a pack; None if nothing was measured. PackError if it is damaged or of another shape."""
     found = sidecar.read_sidecar(pack.folder, ROUNDING_FILE, Rounding, manifests.root_without_thresholds(pack.manifest))
     if found is not None:
         shape = [len(layer) for layer in found.experts]
@@ -398,32 +319,21 @@ class HeavyLoss:
 
 def heavy_losses(pack: formats.Pack, rounding: Rounding) -> list[HeavyLoss]:
     """Returns the experts that lose much, the worst first."""
-    alike: dict[object, list[float]] = {}
-    measured = [
-        (layer_idx, e, pack.index.experts[layer_idx][e], loss)
-        for layer_idx, layer in enumerate(rounding.experts)
-        for e, loss in enumerate(layer)
-        if loss is not None
-    ]
-    for _, _, stored, loss in measured:
-        alike.setdefault(stored, []).append(loss.own_error)
-    usual = {stored: median(errors) for stored, errors in alike.items()}
-    found = [
-        HeavyLoss(
-            pack.spec.moe_layers[layer_idx],
-            e,
-            loss,
-            usual[stored],
-            pack.rotation is not None and pack.rotation.is_rotated(layer_idx),
-        )
-        for layer_idx, e, stored, loss in measured
-        if loss.own_error > _MOST_LOSS or loss.own_error > max(_NOTED_LOSS, _MOST_RATIO * usual[stored])
-    ]
+    kinds, alike = pack.index.experts, dict[object, list[float]]()
+    measured = [(l, e, loss) for l, losses in enumerate(rounding.experts) for e, loss in enumerate(losses) if loss]
+    for layer_idx, e, loss in measured:
+        alike.setdefault(kinds[layer_idx][e], []).append(loss.own_error)
+    found = []
+    for layer_idx, e, loss in measured:
+        usual = median(alike[kinds[layer_idx][e]])
+        if loss.own_error > _MOST_LOSS or loss.own_error > max(_NOTED_LOSS, _MOST_RATIO * usual):
+            is_rotated = pack.rotation is not None and pack.rotation.is_rotated(layer_idx)
+            found.append(HeavyLoss(pack.spec.moe_layers[layer_idx], e, loss, usual, is_rotated))
     return sorted(found, key=lambda one: (-one.loss.own_error, one.layer, one.expert))
 
 
 def warning_lines(pack: formats.Pack, rounding: Rounding) -> list[str]:
-    """Returns lines about the experts that lose much; none if there is no such expert."""
+    """Returns lines about the experts that lose much."""
     found = heavy_losses(pack, rounding)
     if not found:
         return []
@@ -443,7 +353,6 @@ def warning_lines(pack: formats.Pack, rounding: Rounding) -> list[str]:
 
 
 def _plain_line(rounding: Rounding) -> str | None:
-    """Returns a line on what was rounded plainly, because calibration lost more; None if nothing was."""
     losses = [loss for layer in rounding.experts for loss in layer if loss is not None]
     counts = [
         (sum(loss.plain_gate for loss in losses), "row", "gate"),
@@ -459,7 +368,7 @@ def _plain_line(rounding: Rounding) -> str | None:
 
 
 def rounding_lines(pack: formats.Pack, rounding: Rounding | None) -> list[str]:
-    """Returns what `inspect` shows: the squared error of experts' outputs by layer, and those that lose much."""
+    """Returns the lines of `inspect`: squared errors of experts' outputs by layer, and the experts that lose much."""
     if rounding is None:
         return ["rounding: not measured"]
     lines = ["rounding, as the squared error of experts' outputs on tokens that did not calibrate them:"]

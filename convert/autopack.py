@@ -1,14 +1,13 @@
-"""From a checkpoint to a pack for a target: plan, convert, measure, and repeat until the loss is within the limit.
+"""A pack for a target: plan, convert, measure, and repeat until the loss is within the limit.
 
     output.work/   wish.json, reference/, plan-N.json, attempt-N/ (a pack), attempt-N.json (its measured loss)
     output/        the attempt that is kept, renamed; its made.json lists all attempts
 
-Every step can be killed: the same command with the same goal continues from the files. A later attempt copies what both
-plans store in the same way from the attempt before it.
+A killed command continues from these files. An attempt copies from the one before it what both plans store alike.
 
-A plan's loss is an estimate in nats; its pack's loss is measured. For small losses one is nearly proportional to the
-other, so the next plan gets the last plan's nats times the allowed loss over the measured loss, and a little less. A
-pack that is within the limit but uses little of it is followed by an attempt with more loss.
+A plan's loss is an estimate in nats; its pack's loss is measured. Small losses are nearly proportional, so the next
+plan gets the last plan's nats times allowed over measured loss, and a little less. A pack that uses little of the
+limit is followed by an attempt with more loss.
 """
 
 import shutil
@@ -60,10 +59,7 @@ def best_of(attempts: Sequence[Attempt], allowed: float) -> int | None:
 
 
 def next_nats(attempts: Sequence[Attempt], allowed: float, first: float) -> float | None:
-    """Returns the nats of the next plan; None if the best attempt so far is the pack to keep.
-
-    Args:    first: the nats of the first attempt.
-    """
+    """Returns the nats of the next plan, `first` for the first attempt; None if the best attempt is to be kept."""
     if not attempts:
         return first
     best = best_of(attempts, allowed)
@@ -204,8 +200,8 @@ class AutoPacker:
     def make(self) -> AutoPackResult:
         """Makes the pack in its output folder; returns at once if it is there already.
 
-        Raises:  ConversionError if the folder contains something else, or no pack is within the allowed loss; what
-                 making and measuring packs raises.
+        Raises:  ConversionError if the folder contains something else, or no pack is within the allowed loss; and the
+                 errors of conversion and measurement.
         """
         result = self._finished()
         if result is not None:
@@ -237,7 +233,6 @@ class AutoPacker:
         return result
 
     def _claim(self) -> None:
-        """Writes the goal to the work folder, or checks that the folder belongs to it."""
         path, content = self._work / _GOAL_FILE, formats.canonical(dict(self._identity))
         if not path.exists():
             self._folder.replace(_GOAL_FILE, content)
@@ -248,7 +243,7 @@ class AutoPacker:
             )
 
     def _attempts(self, reference: Reference) -> list[Attempt]:
-        """Returns all attempts up to the last, those of earlier runs too; the best one is within the allowed loss."""
+        """Makes the attempts that no earlier run has made, and returns all; the best one is within the allowed loss."""
         goal, attempts = self.goal, list[Attempt]()
         if goal.allowed is None:
             return [self._attempt(0, goal.first_nats, reference)]
@@ -271,7 +266,6 @@ class AutoPacker:
         return attempts
 
     def _same_plan(self, number: int, nats: float) -> int | None:
-        """Returns the earlier attempt with the same plan as this one."""
         plan = plan_file.plan_bytes(self._decision(number, nats), self.checkpoint.spec)
         paths = (self._work / f"plan-{earlier}.json" for earlier in range(number))
         return next((earlier for earlier, path in enumerate(paths) if path.read_bytes() == plan), None)
@@ -310,7 +304,6 @@ class AutoPacker:
         return plan_file.read_plan(path, self.checkpoint.spec)
 
     def _earlier(self, number: int) -> Path | None:
-        """Returns the last pack of the attempts before this one that has not been removed."""
         folders = (self._attempt_folder(earlier) for earlier in reversed(range(number)))
         return next((folder for folder in folders if (folder / MANIFEST_FILE).exists()), None)
 
@@ -359,7 +352,6 @@ class AutoPacker:
                 self._remove(self._attempt_folder(number))
 
     def _finish(self, attempts: list[Attempt]) -> AutoPackResult:
-        """Renames the best attempt to the output folder, with its sidecars, and removes the work folder."""
         taken = 0 if self.goal.allowed is None else best_of(attempts, self.goal.allowed)
         assert taken is not None, "attempts end with one within the allowed loss"
         folder = self._attempt_folder(taken)

@@ -1,7 +1,6 @@
 """Checks of a finished pack against limits, for the command `check`, and their results as tables for machines.
 
-A failed check says what was found and what is allowed. A check is skipped if nobody asked for it or if it has no
-meaning for the pack; a check that was asked for but could not be made is `unchecked`, with the reason.
+A check is `skipped` if nobody asked for it or it has no meaning for the pack, and `unchecked` if it could not be made.
 """
 
 import re
@@ -67,7 +66,7 @@ def check_schema(folder: Path) -> tuple[formats.Pack | None, CheckResult]:
 
 
 def _result_of(name: str, allowed: str, work: Callable[[], str]) -> CheckResult:
-    """Returns the check that passes unless `work` finds a fault; `work` returns what it found."""
+    """Returns the check that passes unless `work` raises an error; `work` returns what it found."""
     try:
         return CheckResult(name, "passed", work(), allowed)
     except (formats.PackError, formats.PlanError) as fault:
@@ -103,7 +102,6 @@ def check_tensors(pack: formats.Pack, checkpoint: Checkpoint | None) -> CheckRes
 
 
 def _accounted(pack: formats.Pack) -> str:
-    """Returns what `source.json` accounts for, as a text for people."""
     tensors = manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes()).tensors
     num_weights, expected = sum(tensor.num_weights for tensor in tensors), num_parameters(pack.spec)
     if num_weights != expected:
@@ -127,7 +125,7 @@ def _accounted(pack: formats.Pack) -> str:
 def check_losses(quality: Quality | None, limits: CheckLimits, origin: str) -> list[CheckResult]:
     """Checks that the upper ends of the 95% intervals of the loss are within the limits.
 
-    A limit of a loss that is unknown, or known without an interval, is unchecked.
+    A loss that is unknown, or known without an interval, is unchecked if it has a limit.
     Args:    origin: of `quality`, in words; if there is no quality, why.
     """
     against = None if quality is None else quality.against
@@ -139,7 +137,6 @@ def check_losses(quality: Quality | None, limits: CheckLimits, origin: str) -> l
 
 
 def _check_loss(skipped: CheckResult, loss: Estimate | None, limit: float | None) -> CheckResult:
-    """Returns the check of a loss. `skipped`: as it is without a loss and without a limit."""
 
     def text(x: float) -> str:
         return f"{x:.4g} nats" if skipped.unit == "nats" else f"{x:+.3%}"
@@ -218,7 +215,8 @@ def junit_xml(checks: Sequence[CheckResult], suite: str) -> bytes:
     cases = ET.SubElement(root, "testsuite", {"name": _xml_text(suite), **facts})
     for check in checks:
         names = {"classname": "moe-pack.check", "name": check.name, "time": f"{check.seconds:.3f}"}
-        message = _xml_text(_sentence(check))
+        allowed = check.allowed if check.allowed in ("", _NO_LIMIT) else f"allowed: {check.allowed}"
+        message = _xml_text("; ".join(part for part in (check.found, allowed) if part))
         result = ET.SubElement(ET.SubElement(cases, "testcase", names), tags[check.status])
         if check.status == "passed":
             result.text = message
@@ -226,12 +224,6 @@ def junit_xml(checks: Sequence[CheckResult], suite: str) -> bytes:
             result.set("message", message)
     ET.indent(root)
     return b"<?xml version='1.0' encoding='utf-8'?>\n" + ET.tostring(root, encoding="unicode").encode() + b"\n"
-
-
-def _sentence(check: CheckResult) -> str:
-    """Returns what was found and what is allowed, for a reader who sees nothing else of the check."""
-    allowed = check.allowed if check.allowed in ("", _NO_LIMIT) else f"allowed: {check.allowed}"
-    return "; ".join(part for part in (check.found, allowed) if part)
 
 
 def _xml_text(text: str) -> str:

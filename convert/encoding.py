@@ -1,11 +1,8 @@
-"""The bytes of a pack's items: an expert, rows of a dense matrix or of an n-gram table, tensors that are only stored.
+"""The bytes of a pack's items: `made_item` reads an item from the checkpoint, quantizes it and lays it out.
 
-`made_item` reads an item from the checkpoint, quantizes it and lays it out. `EncodedRows` quantizes a matrix by its
-weights alone, or copies its codes (`CopiedRows`). Copied codes are never decoded to weights: `fp8` and `mxfp4` stay as
-they are, and each row gets the scales of its blocks. MXFP4 blocks that lie across the neurons become `e5m2`.
-
-A calibrated expert is quantized with the inputs that a profile has of it. All three matrices of a block of neurons are
-in memory at once, because the inputs of down depend on gate and up.
+Copied codes are never decoded: `fp8` and `mxfp4` stay as they are, and each row gets the scales of its blocks. MXFP4
+blocks that lie across the neurons become `e5m2`. A calibrated expert is quantized with its inputs in a profile; all
+three matrices of a block of neurons are in memory at once, because the inputs of down depend on gate and up.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +18,7 @@ from torch import Tensor
 from moe_pack.calib import quantize
 from moe_pack.convert import account, kept
 from moe_pack.formats import families
-from moe_pack.formats.base import errors
+from moe_pack.formats.base import errors, json_files
 from moe_pack.formats.pack import codecs, layouts, plans
 from moe_pack.formats.parts import specs
 from moe_pack.runtime import model
@@ -44,12 +41,14 @@ class MadeItem:
     """An item with its bytes."""
 
     raw: NDArray[np.uint8]  # [item.num_bytes]
-    loss: quantize.ExpertLoss | None = None  # of an expert; None if it was not measured
+    loss: quantize.ExpertLoss | None = None  # of an expert; None: not measured
     repeated: tuple[int, ...] = ()  # an expert's neurons with two rows, rising
 
     def note(self) -> bytes:
-        """Returns what the journal notes of the item, which is not in its bytes."""
-        return b"" if self.loss is None and not self.repeated else account.note_of(self.loss, self.repeated)
+        """Returns the journal's note of the item."""
+        if self.loss is None and not self.repeated:
+            return b""
+        return json_files.canonical(json_files.dump(account.ExpertNote(self.loss, self.repeated)))
 
 
 def made_item(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
@@ -67,10 +66,7 @@ def made_item(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: T
 
 
 def job_bytes(checkpoint: families.Checkpoint, plan: plans.Plan, item: layouts.Item) -> int:
-    """Returns the peak memory of `made_item`: the item, transposed matrices, and the data that calibrate an expert.
-
-    Blocks of rows are not counted.
-    """
+    """Returns the peak memory of `made_item` without blocks of rows: item, transposed matrices, calibration data."""
     if item.kind != "expert":
         return item.num_bytes
     formats, spec, total = plan.experts[item.layer][item.expert], checkpoint.spec, item.num_bytes
@@ -112,19 +108,18 @@ def _dense_bytes(recipe: account.Recipe, item: layouts.Item, stop: Event) -> NDA
     encoded = None
     if rows is not None:
         quantizer = plans.dense_quantizer(recipe.plan.quantizer)
-        encoded = EncodedRows(checkpoint, source, rows.parts[0].format, quantizer, stop)
+        encoded = encoded_rows(checkpoint, source, rows.parts[0].format, quantizer, stop)
     for start, end in _next_rows(len(out), stop):
         first, last = item.first_row + start, item.first_row + end
         if encoded is None or rows is None:
             weights = _read_checked(checkpoint, source, first, last)
             out[start:end] = weights.view(torch.uint8).view(end - start, -1).numpy()
         else:
-            layouts.write_rows(rows, {"weight": encoded.rows(first, last)}, out[start:end])
+            layouts.write_rows(rows, {"weight": encoded(first, last)}, out[start:end])
     return out.reshape(-1)
 
 
 def _table_bytes(recipe: account.Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
-    """Returns rows of an n-gram table with their CRCs; some are read at a time."""
     checkpoint, table = recipe.checkpoint, recipe.layout.ngrams[item.layer]
     row_bytes, value_bytes = table.rows.row_bytes, table.rows.crc_offset
     out = np.zeros((item.num_bytes // row_bytes, row_bytes), np.uint8)
@@ -161,31 +156,23 @@ def _expert(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Ten
         made_rows = _plain_rows(recipe, item, stop, rotation)
     else:
         made_rows = _calibrated_rows(recipe, item, stop, rotation, quantizer, biases)
-    halves, end = _halves(expert, extent), 0
+    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
+    halves, end = [(expert.records, records.reshape(expert.num_rows, -1))], 0
+    if expert.selector is not None:
+        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(expert.num_rows, -1)))
     neurons = np.empty(expert.num_rows, np.intp)  # of each row, as rows are made
-    for made in made_rows:
-        first, end = end, end + len(made.neurons)
-        neurons[first:end] = made.neurons
+    for some, matrices in made_rows:
+        first, end = end, end + len(some)
+        neurons[first:end] = some
         sections = {
-            str(m): np.concatenate((part, biases[m][made.neurons]), axis=1) if m in biases else part
-            for m, part in made.matrices.items()
+            str(m): np.concatenate((part, biases[m][some]), axis=1) if m in biases else part
+            for m, part in matrices.items()
         }
         for rows, out in halves:
             layouts.write_rows(rows, sections, out[first:end])
     repeated = _place_rows(halves, neurons, None if recipe.order is None else recipe.order[item.layer, item.expert])
     loss = None if quantizer is None else quantizer.loss(rotation.outputs)
     return MadeItem(extent, loss, repeated)
-
-
-def _halves(
-    expert: layouts.ExpertLayout, extent: NDArray[np.uint8]
-) -> list[tuple[layouts.RowLayout, NDArray[np.uint8]]]:
-    """Returns records and, if there is one, selector: the layout and the rows in the extent, u8 [f, row_bytes]."""
-    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
-    halves = [(expert.records, records.reshape(expert.num_rows, -1))]
-    if expert.selector is not None:
-        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(expert.num_rows, -1)))
-    return halves
 
 
 def _place_rows(
@@ -223,12 +210,9 @@ def _bias(
     return values.view(torch.uint8).numpy()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _NeuronRows:
-    """The rows of some neurons: consecutive ones of the source, then the r of them that have a second row."""
-
-    neurons: NDArray[np.intp]  # [n + r], of each row
-    matrices: dict[specs.Matrix, Bytes2D]  # u8 [n + r, part_bytes] each
+# The neuron of each row, [n + r], and the rows of each matrix, u8 [n + r, part_bytes]: of n consecutive neurons of the
+# source, then of the r of them that have a second row.
+_NeuronRows = tuple[NDArray[np.intp], dict[specs.Matrix, Bytes2D]]
 
 
 def _plain_rows(
@@ -240,7 +224,7 @@ def _plain_rows(
     quantizer = plans.dense_quantizer(plan.quantizer)
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
     parts = {
-        m: EncodedRows(checkpoint, source, part, quantizer, stop, partial(rotation.rows, m))
+        m: encoded_rows(checkpoint, source, part, quantizer, stop, partial(rotation.rows, m))
         for m, source in sources.items()
         if (part := formats.of(m))
     }
@@ -248,22 +232,19 @@ def _plain_rows(
         # Wide formats lose next to nothing, whichever neurons are repeated: any will do, with second rows of zeros.
         repeats = quantize.repeats_between(plan.repeats, spec.intermediate_size, first, end)
         of_row = np.array([*range(end - first), *range(repeats)], np.intp)
-        encoded = {matrix: part.rows(first, end)[of_row] for matrix, part in parts.items()}
+        encoded = {matrix: rows(first, end)[of_row] for matrix, rows in parts.items()}
         if repeats:
             zeros = torch.zeros((repeats, checkpoint.spec.hidden_size))
             encoded["down"][end - first :] = (
                 quantize.RowQuantizer(formats.down, zeros.shape[1], quantizer).encode(zeros).numpy()
             )
-        yield _NeuronRows(first + of_row, encoded)
+        yield first + of_row, encoded
 
 
 def _calibrated_quantizer(
     recipe: account.Recipe, item: layouts.Item, rotation: quantize.LayerRotation, stored: Tensor | None
 ) -> quantize.GuardedQuantizer | None:
-    """Returns the quantizer of an expert whose codes depend on its inputs, else None.
-
-    It has the expert's tokens in the profile, or its moments from an importance file.
-    """
+    """Returns the quantizer of an expert whose codes depend on its inputs, else None."""
     formats = recipe.plan.experts[item.layer][item.expert]
     if not is_calibrated(recipe.plan, formats):
         return None
@@ -300,7 +281,12 @@ def _calibrated_rows(
         if (part := formats.of(m)) is not None and part.keeps_source
     }
     for first, end in _next_rows(f, stop, quantize.BLOCK_NEURONS):
-        block = _block(rows, biases, first, end)
+        weights = {m: source.weights(first, end).to(torch.float32) for m, source in rows.items()}
+        gate, up = (
+            torch.from_numpy(biases[m][first:end].view(np.float32)[:, 0]) if m in biases else None
+            for m in ("gate", "up")
+        )
+        block = model.NeuronBlock(weights.get("gate"), weights["up"], weights["down"], gate, up)
         encoded = {matrix: part_rows.rows(first, end) for matrix, part_rows in copied.items()}
         for matrix in quantizer.matrices:
             if stop.is_set():
@@ -312,17 +298,7 @@ def _calibrated_rows(
                 raise rows[matrix].unrepresentable(first, fault) from fault
         quantizer.judge(block, {matrix: torch.from_numpy(part_rows) for matrix, part_rows in encoded.items()})
         of_row = np.array([*range(end - first), *quantizer.repeated], np.intp)
-        yield _NeuronRows(first + of_row, {m: b if m == "down" else b[of_row] for m, b in encoded.items()})
-
-
-def _block(
-    rows: Mapping[specs.Matrix, "MatrixRows"], biases: Mapping[specs.Matrix, Bytes2D], first: int, end: int
-) -> model.NeuronBlock:
-    weights = {matrix: source.weights(first, end).to(torch.float32) for matrix, source in rows.items()}
-    offsets = {matrix: torch.from_numpy(bias[first:end].view(np.float32)[:, 0]) for matrix, bias in biases.items()}
-    return model.NeuronBlock(
-        weights.get("gate"), weights["up"], weights["down"], offsets.get("gate"), offsets.get("up")
-    )
+        yield first + of_row, {m: b if m == "down" else b[of_row] for m, b in encoded.items()}
 
 
 class MatrixRows:
@@ -364,41 +340,32 @@ class MatrixRows:
         return errors.CheckpointError(f"{self._checkpoint.place(self._source)}: {line} has {fault.advice}")
 
 
-class EncodedRows:
-    """A matrix of the source as rows of one part of a pack.
+def encoded_rows(
+    checkpoint: families.Checkpoint,
+    source: families.SourceMatrix,
+    part: plans.PartFormat,
+    quantizer: plans.Quantizer,
+    stop: Event,
+    stored: Callable[[Tensor], Tensor] | None = None,
+) -> Callable[[int, int], Bytes2D]:
+    """Returns the function (first, end) that makes rows of one part of a pack: u8 [end - first, part_bytes].
 
     Args:    part: the format; a format that keeps codes needs a source in these codes.   quantizer: for other formats.
              stop, stored: as for `MatrixRows`; a format that keeps codes does not use `stored`.
+    Raises:  (the function) CheckpointError for a weight that is not finite, or that the format cannot represent.
     """
+    if part.keeps_source:
+        return CopiedRows(checkpoint, source, part, stop).rows
+    matrix = MatrixRows(checkpoint, source, stop, stored)
+    codec = quantize.RowQuantizer(part, matrix.num_cols, quantizer)
 
-    def __init__(
-        self,
-        checkpoint: families.Checkpoint,
-        source: families.SourceMatrix,
-        part: plans.PartFormat,
-        quantizer: plans.Quantizer,
-        stop: Event,
-        stored: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self._quantized: tuple[MatrixRows, quantize.RowQuantizer] | None = None
-        if part.keeps_source:
-            self._copied = CopiedRows(checkpoint, source, part, stop)
-        else:
-            rows = MatrixRows(checkpoint, source, stop, stored)
-            self._quantized = rows, quantize.RowQuantizer(part, rows.num_cols, quantizer)
-
-    def rows(self, first: int, end: int) -> NDArray[np.uint8]:
-        """Returns the bytes of some rows: u8 [end - first, part_bytes].
-
-        Raises:  CheckpointError for a weight that is not finite, or that the format cannot represent.
-        """
-        if self._quantized is None:
-            return self._copied.rows(first, end)
-        rows, quantizer = self._quantized
+    def rows(first: int, end: int) -> Bytes2D:
         try:
-            return quantizer.encode(rows.weights(first, end)).numpy()
+            return codec.encode(matrix.weights(first, end)).numpy()
         except quantize.UnrepresentableError as fault:
-            raise rows.unrepresentable(first, fault) from fault
+            raise matrix.unrepresentable(first, fault) from fault
+
+    return rows
 
 
 class CopiedRows:
@@ -435,8 +402,12 @@ class CopiedRows:
         else:
             codes = checkpoint_weights.read_codes(self._checkpoint, source, first, end)
             scales = checkpoint_weights.read_scales(self._checkpoint, source, first, end)
-        encoded = _encoded(self._part, num_cols, codes, scales)
-        weights = codecs.decode_part(self._part, num_cols, encoded)
+        part = self._part
+        if part.codec == "e5m2":
+            encoded = codecs.E5m2(part, num_cols).encode(*_e5m2(codes, scales))
+        else:
+            encoded = (codecs.Fp8 if part.codec == "fp8" else codecs.Mxfp4)(part, num_cols).encode(codes, scales)
+        weights = codecs.decode_part(part, num_cols, encoded)
         quantize.check_finite(weights, self._checkpoint.place(source), errors.CheckpointError, _numbered(source, first))
         return encoded.numpy()
 
@@ -450,7 +421,6 @@ def _numbered(source: families.SourceMatrix, first: int) -> Callable[[int, int],
 
 
 def _read_checked(checkpoint: families.Checkpoint, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
-    """Returns rows of the source's tensor; a CheckpointError has the place of the first weight that is not finite."""
     weights = model.read_rows(checkpoint, source, start, stop)
     quantize.check_finite(
         weights, checkpoint.place(source), errors.CheckpointError, lambda row, col: source.number(start + row, col)
@@ -470,15 +440,6 @@ def _transposed(
     for first, end in _next_rows(source.num_rows, stop):
         out[:, first:end] = read(checkpoint, source, first, end).T
     return out
-
-
-def _encoded(part: plans.PartFormat, num_cols: int, codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns a part's bytes of codes, u8 [n, num_cols], and scales as the source has them."""
-    if part.codec == "fp8":
-        return codecs.Fp8(part, num_cols).encode(codes, scales)
-    if part.codec == "mxfp4":
-        return codecs.Mxfp4(part, num_cols).encode(codes, scales)
-    return codecs.E5m2(part, num_cols).encode(*_e5m2(codes, scales))
 
 
 def _e5m2(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,13 @@
-"""Measures the time that a decoded token takes in addition to its bytes: Python, small kernels, bookkeeping.
+"""The time that a decoded token takes in addition to its bytes: Python, small kernels, bookkeeping.
 
-`doctor` decodes with synthetic packs in a temporary folder, within a budget, so that their experts are offloaded. What
-the weights take at the measured rates is subtracted. The packs of tokens, layers and experts have more weights than the
-processor's caches hold, as a real model has: with tiny weights a layer takes a third of the time. A family with more
-operations in a layer (shared experts, latent attention) takes a little more than these figures say.
+`doctor` decodes with synthetic packs whose experts are offloaded, and subtracts the time of the weights at the
+measured rates. The packs have more weights than the processor's caches hold, as real models do: with tiny weights
+a layer takes a third of the time. Shared experts or latent attention take a little more.
 """
 
 import tempfile
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +22,10 @@ from moe_pack.runtime import offload
 from moe_pack.runtime.offload import budgets
 
 _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 2, 4, 2, 8
-_USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 32  # experts of 0.9 MB: 58 MB and more a pack
-_TINY_SIZE, _TINY_NEURONS, _TINY_EXPERTS = 64, 16, 16
+# Experts, hidden size and neurons of three models. Usual experts have 0.9 MB: 58 MB and more a pack.
+_USUAL, _TINY = (32, 1024, 512), (16, 64, 16)
 # Records of 16 KiB, of which a tenth runs: one or two reads an expert, whose time is the disk's.
-_ROWS_SIZE, _ROWS_NEURONS, _ROWS_LAYERS, _ROWS_SPARSITY = 4096, 16, 3, 0.9
+_ROWS, _ROWS_LAYERS, _ROWS_SPARSITY = (16, 4096, 16), 3, 0.9
 _CONTEXT = 256
 _WARM_TURNS, _TOKENS_AT_ONCE = 4, 8
 _INT4 = formats.part_format(4, 64)
@@ -36,20 +35,21 @@ def measure_fixed_costs(facts: runtime.MachineFacts, seconds: float) -> runtime.
     """Measures the fixed costs of this machine's CPU.
 
     Meaning: token(L, k) = token_s + L * (layer_s + k * expert_s) + weights, solved from three packs of L layers and k
-             experts a token that are fully in memory; miss_s from a pack of tiny experts with memory for half of them,
-             whose files are in the system's cache, and with memory for all; rows_s in the same way from a pack of which
-             single rows are read. The runs take turns, so that other work on the machine slows all of them.
+             experts a token that are fully in memory. miss_s: a pack of tiny experts with memory for half of them,
+             against one with memory for all. rows_s: likewise, from a pack of which single rows are read. The runs
+             take turns, so that other work on the machine slows all of them.
     Args:    facts: with the rates of the CPU; without them, weights count as free.   seconds: the least time that all
              runs together decode.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-pack-doctor-")))
         shapes = ((_FEW_LAYERS, _FEW_ACTIVE), (_MANY_LAYERS, _FEW_ACTIVE), (_MANY_LAYERS, _MANY_ACTIVE))
-        usual = [_usual_pack(folder / f"{num_layers}-{k}", num_layers, k) for num_layers, k in shapes]
-        tiny, sparse = _tiny_pack(folder / "tiny"), _rows_pack(folder / "rows")
+        usual = [_made(folder / f"{num_layers}-{k}", _small_spec(num_layers, k, *_USUAL)) for num_layers, k in shapes]
+        tiny = _made(folder / "tiny", _small_spec(_MANY_LAYERS, _MANY_ACTIVE, *_TINY))
+        sparse = _made(folder / "rows", _small_spec(_ROWS_LAYERS, _MANY_ACTIVE, *_ROWS), _ROWS_SPARSITY)
         ways = [*((pack, 1.0, 0.0) for pack in usual), (tiny, 1.0, 0.0), (tiny, 0.5, 0.0)]
         ways += [(sparse, 1.0, 0.0), (sparse, 0.5, 1.0)]
-        runs = [stack.enter_context(closing(_Run(*way))) for way in ways]
+        runs = [_Run(stack, *way) for way in ways]
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or not runs[-1].times:
             for run in runs:
@@ -84,51 +84,42 @@ def _each(seconds: float, number: float) -> float:
 
 
 class _Run:
-    """A small pack that decodes tokens on demand, with memory for a share of its experts.
+    """A small pack that decodes tokens on demand, with memory for a share of its experts."""
 
-    `times`: of tokens, in seconds.
-    """
-
-    def __init__(self, folder: Path, share: float = 1.0, cutover: float = 0.0) -> None:
-        self.times: list[float] = []
-        with ExitStack() as stack:
-            pack = stack.enter_context(formats.Pack(folder))
-            budget = offload.whole_bytes(pack.layout, _CONTEXT, 0) if share == 1 else _budget_for(pack, share)
-            options = runtime.EngineOptions(
-                device="cpu",
-                budget_bytes=budget,
-                policy="lru",
-                read="pread",
-                cutover=cutover,
-                chunk_tokens=budgets.LEAST_PREFILL_TOKENS,
-            )
-            engine = stack.enter_context(runtime.Engine(pack, options, _CONTEXT))
-            self._decoder, weights = engine.decoder, engine.weights
-            assert isinstance(weights, offload.OffloadedWeights), "with a budget, experts are offloaded"
-            self._counts = weights.decode
-            self._num_tokens = 0
-            for _ in range(_WARM_TURNS):
-                self.decode()
-            self.times.clear()
-            self._stack = stack.pop_all()
+    def __init__(self, stack: ExitStack, folder: Path, share: float, cutover: float) -> None:
+        self.times: list[float] = []  # of tokens, in seconds
+        pack = stack.enter_context(formats.Pack(folder))
+        budget = offload.whole_bytes(pack.layout, _CONTEXT, 0) if share == 1 else _budget_for(pack, share)
+        options = runtime.EngineOptions(
+            device="cpu",
+            budget_bytes=budget,
+            policy="lru",
+            read="pread",
+            cutover=cutover,
+            chunk_tokens=budgets.LEAST_PREFILL_TOKENS,
+        )
+        engine = stack.enter_context(runtime.Engine(pack, options, _CONTEXT))
+        self._decoder, weights = engine.decoder, engine.weights
+        assert isinstance(weights, offload.OffloadedWeights), "with a budget, experts are offloaded"
+        self._counts = weights.decode
+        self._num_tokens = 0
+        for _ in range(_WARM_TURNS):
+            self.decode()
+        self.times.clear()
 
     @property
     def token_s(self) -> float:
-        """The median time of a token."""
         return float(np.median(self.times))
 
     @property
     def in_part(self) -> float:
-        """The mean number of experts of which rows were missing when a token needed them."""
         return self._counts.in_part / self._counts.tokens
 
     @property
     def misses(self) -> float:
-        """The mean number of experts that are read for a token, the first tokens included."""
         return (self._counts.needed - self._counts.hits) / self._counts.tokens
 
     def decode(self) -> None:
-        """Decodes a few tokens and times them; a new sequence begins when the context is full."""
         for _ in range(_TOKENS_AT_ONCE):
             if self._num_tokens % _CONTEXT == 0:
                 self._decoder.reset()
@@ -136,10 +127,6 @@ class _Run:
             self._decoder.next_logits([self._num_tokens * 37 % 64])
             self.times.append(time.perf_counter() - start)
             self._num_tokens += 1
-
-    def close(self) -> None:
-        """Closes engine and pack."""
-        self._stack.close()
 
 
 def _budget_for(pack: formats.Pack, share: float) -> int:
@@ -153,7 +140,6 @@ def _budget_for(pack: formats.Pack, share: float) -> int:
 def _small_spec(
     num_layers: int, num_active: int, num_experts: int, hidden_size: int, num_neurons: int
 ) -> formats.ModelSpec:
-    """Returns a model with the attention and the experts that most families have."""
     return formats.ModelSpec(
         family="tiny",
         hidden_size=hidden_size,
@@ -176,27 +162,12 @@ def _small_spec(
     )
 
 
-def _usual_pack(folder: Path, num_layers: int, num_active: int) -> Path:
-    spec = _small_spec(num_layers, num_active, _USUAL_EXPERTS, _USUAL_SIZE, _USUAL_NEURONS)
-    return _made(folder, spec, formats.uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
-
-
-def _tiny_pack(folder: Path) -> Path:
-    spec = _small_spec(_MANY_LAYERS, _MANY_ACTIVE, _TINY_EXPERTS, _TINY_SIZE, _TINY_NEURONS)
-    return _made(folder, spec, formats.uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
-
-
-def _rows_pack(folder: Path) -> Path:
-    spec = _small_spec(_ROWS_LAYERS, _MANY_ACTIVE, _TINY_EXPERTS, _ROWS_SIZE, _ROWS_NEURONS)
-    return _made(
-        folder,
-        spec,
-        formats.uniform_plan(spec, "up", formats.part_format(2, 64), formats.BF16, None, "nearest"),
-        _ROWS_SPARSITY,
-    )
-
-
-def _made(folder: Path, spec: formats.ModelSpec, plan: formats.Plan, sparsity: float) -> Path:
+def _made(folder: Path, spec: formats.ModelSpec, sparsity: float = 0.0) -> Path:
+    """Makes a pack in 4 bit; with a sparsity one of which single rows are read."""
+    if sparsity:
+        plan = formats.uniform_plan(spec, "up", formats.part_format(2, 64), formats.BF16, None, "nearest")
+    else:
+        plan = formats.uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest")
     traits = synthetic.SyntheticTraits(sparsity, synthetic.skewed_popularity(spec, 0.0, 0), 0.0, 0)
     synthetic.synthesize(spec, plan, traits, folder, 1)
     return folder

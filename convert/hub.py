@@ -1,13 +1,13 @@
-"""Finds a checkpoint, a folder, a GGUF file, or on the hub by name, downloaded or streamed; the card of packs there.
+"""Checkpoints by name: a folder, a GGUF file, or on the hub, downloaded or streamed; and the model card of packs there.
 
-A model card that exists is kept: metadata that it has stays, and only the pack's own section, between two marks, is
-replaced. The card says nothing that is not known: without `quality.json` the loss is "not measured".
+A model card that exists is kept: only the pack's own section, between two marks, is replaced. The card says nothing
+that is not known: without `quality.json` the loss is "not measured".
 """
 
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ def find_checkpoint(
 ) -> Path | checkpoint_files.CheckpointFiles:
     """Returns the folder of the checkpoint that `source` names; of GGUF, the open files, which `Checkpoint` closes.
 
-    A folder is returned as it is, unless its weights are GGUF files. A hub id (`owner/name`, with a folder and a
-    revision of it as `owner/name:folder@v1`, or with a quantization of GGUF files as `owner/name:Q4_K_M`) or a short
-    name (`mixtral`) is looked up in the hub's local cache, and downloaded to it if it is missing or incomplete there.
+    A hub id (`owner/name`, with a folder and a revision of it as `owner/name:folder@v1`, or with a quantization of GGUF
+    files as `owner/name:Q4_K_M`) or a short name (`mixtral`) is looked up in the hub's local cache, and downloaded to
+    it if it is missing or incomplete there.
     Raises:  CheckpointError with what was searched, and where.
     """
     path = Path(source)
@@ -46,13 +46,12 @@ def find_checkpoint(
     searched = f"{source}: no such file or folder, and the hub id {name.text()} is not in the cache"
     snapshot = hub.cached_snapshot(name, formats.CheckpointError)
     if snapshot is not None:
-        folder = snapshot / name.variant
-        if is_complete(folder):
-            return folder
-        if (gguf := _cached_gguf(name, snapshot)) is not None:
-            return files.GgufFiles(gguf)
+        if (cached := _cached(name, snapshot)) is not None:
+            return cached
         searched = f"{source}: the hub id {name.text()} is only partly in the cache"
-    searched = f"{searched} {_cache()}"
+    from huggingface_hub import constants
+
+    searched = f"{searched} {constants.HF_HUB_CACHE}"
     with _said(searched):
         repository = hub.HubRepository(name, formats.CheckpointError)
         if paths := _gguf_paths(name, repository.files):
@@ -79,7 +78,6 @@ def _said(searched: str) -> Iterator[None]:
 
 
 def _shards(name: hub.HubName, repository: hub.HubRepository, searched: str) -> tuple[str, ...]:
-    """Returns the names of the files with the weights of a checkpoint on the hub."""
 
     def read_index() -> object:
         path = name.path(weight_files.INDEX)
@@ -97,11 +95,16 @@ def _gguf_paths(name: hub.HubName, paths: Iterable[str]) -> list[str]:
     return sorted(path for path in paths if name.variant and path.endswith(".gguf") and word.search(Path(path).name))
 
 
-def _cached_gguf(name: hub.HubName, snapshot: Path) -> Path | None:
-    """Returns the GGUF file of a variant in a snapshot of the cache; None if it is not there with all its parts."""
+def _cached(name: hub.HubName, snapshot: Path) -> Path | checkpoint_files.CheckpointFiles | None:
+    """Returns the checkpoint or the GGUF files of a variant in a snapshot of the cache; None if a part is missing."""
+    if is_complete(snapshot / name.variant):
+        return snapshot / name.variant
     for path in _gguf_paths(name, (str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf"))):
-        with suppress(formats.CheckpointError):
-            return part_paths(snapshot / path)[0]
+        try:
+            first = part_paths(snapshot / path)[0]
+        except formats.CheckpointError:
+            continue
+        return files.GgufFiles(first)
     return None
 
 
@@ -118,10 +121,8 @@ def open_streamed(
         raise formats.UsageError(f"--stream reads from the hub, and {source} is on this disk; remove --stream")
     name = source_name(source)
     snapshot = hub.cached_snapshot(name, formats.CheckpointError)
-    if snapshot is not None and is_complete(snapshot / name.variant):
-        return snapshot / name.variant
-    if snapshot is not None and (gguf := _cached_gguf(name, snapshot)) is not None:
-        return files.GgufFiles(gguf)
+    if snapshot is not None and (cached := _cached(name, snapshot)) is not None:
+        return cached
     repository = hub.HubRepository(name, formats.CheckpointError)
     if paths := _gguf_paths(name, repository.files):
         revision = "" if name.revision is None else f" --revision {name.revision}"
@@ -130,12 +131,6 @@ def open_streamed(
             f"{' '.join(paths)}{revision}"
         )
     return hub.StreamedFiles(repository, folder, quota_bytes)
-
-
-def _cache() -> Any:
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_CACHE
 
 
 def is_complete(folder: Path) -> bool:
@@ -220,7 +215,6 @@ def card_text(old: str | None, pack: formats.Pack, name: hub.HubName, facts: Car
 
 
 def _metadata(known: dict[str, Any], facts: CardFacts) -> dict[str, Any]:
-    """Returns the card's metadata: what is known stays, what is missing is added."""
     added: dict[str, Any] = {"library_name": "moe-pack", "pipeline_tag": "text-generation"}
     if facts.base_model is not None:
         added |= {"base_model": facts.base_model, "base_model_relation": "quantized"}
@@ -251,7 +245,6 @@ def _section(pack: formats.Pack, name: hub.HubName, facts: CardFacts) -> str:
 
 
 def _quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
-    """Returns the measured loss as rows of the table."""
     if quality is None:
         return [("loss", "not measured")]
     text = f"{quality.num_tokens:,} tokens of {quality.text}"

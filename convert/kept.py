@@ -1,8 +1,4 @@
-"""The checkpoint's own codes in a pack: which formats keep them, and which matrices of a plan do.
-
-`keep_source` changes a plan so that codes of the checkpoint are copied if they are not wider than the planned format;
-`lossless_formats` and `with_kept` offer them to a planner. `encoding` copies them.
-"""
+"""The checkpoint's own codes in a pack: which formats keep them, and which matrices of a plan do."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -32,8 +28,7 @@ _Kept = Callable[[int, int, specs.Matrix, plans.PartFormat], plans.PartFormat]
 def kept_format(checkpoint: families.Checkpoint, source: families.SourceMatrix) -> plans.PartFormat | None:
     """Returns the format that keeps a matrix without loss; None if there is none (F16, F32, packed codes).
 
-    MXFP4 blocks that lie across the neurons are kept in `e5m2`, or in `bf16` if the exponents of a neuron are too far
-    apart.
+    MXFP4 blocks across the neurons are kept in `e5m2`, or in `bf16` if a neuron's exponents are too far apart.
     """
     part = _codes_format(source)
     if part is None:
@@ -58,9 +53,8 @@ def keep_source(
 ) -> plans.Plan:
     """Returns the plan with the source's own codes in place of formats that are not narrower.
 
-    Meaning: `source` keeps the format of the source, whatever it is; None keeps it if it is FP8 or MXFP4; a width keeps
-             it if it is FP8 or MXFP4 with no more bits. Everything else stays as planned.
-    Args:    selector, record, dense: the bits that the options say.
+    Args:    selector, record, dense: the bits that the options say. `source` keeps the format of the source, whatever
+             it is; None keeps it if it is FP8 or MXFP4; a width keeps it if it is FP8 or MXFP4 with no more bits.
     Raises:  PlanError for `source`, if no format keeps the source without loss.
     """
     spec = checkpoint.spec
@@ -84,7 +78,13 @@ def keep_source(
         tuple(_expert(layer_idx, e, expert, kept) for e, expert in enumerate(layer))
         for layer_idx, layer in enumerate(plan.experts)
     )
-    return replace(plan, experts=experts, dense=_kept_dense(checkpoint, plan.dense, dense))
+    if not isinstance(dense, float | int):
+        return replace(plan, experts=experts, dense=(None,) * len(plan.dense))  # the source's bytes
+    keeps = dense >= plans.FP8.width
+    sources = [checkpoint.dense_source(role.name) for role in specs.dense_roles(spec)]
+    parts = zip(sources, plan.dense, strict=True)
+    formats = tuple(None if source.codec == "fp8" and keeps else part for source, part in parts)
+    return replace(plan, experts=experts, dense=formats)
 
 
 def lossless_formats(checkpoint: families.Checkpoint) -> dict[specs.Matrix, plans.PartFormat]:
@@ -120,10 +120,7 @@ def with_kept(losses: Losses, kept: Mapping[specs.Matrix, plans.PartFormat]) -> 
 
 
 def check_kept(checkpoint: families.Checkpoint, plan: plans.Plan) -> None:
-    """Checks that the checkpoint has the codes that a plan keeps.
-
-    Raises:  PlanError with the place of the first matrix that is in other codes.
-    """
+    """Raises PlanError with the place of the first matrix whose codes a plan keeps and the checkpoint does not have."""
     for layer_idx, layer in enumerate(plan.experts):
         for e, expert in enumerate(layer):
             for matrix in checkpoint.spec.expert.matrices:
@@ -159,23 +156,9 @@ def _expert(layer_idx: int, e: int, expert: plans.ExpertFormat, kept: _Kept) -> 
 
 
 def _codes_format(source: families.SourceMatrix) -> plans.PartFormat | None:
-    """Returns the format that keeps a matrix's codes; None if it is not in codes."""
     if source.codec == "mxfp4":
         return plans.MXFP4 if source.neurons == "rows" else plans.E5M2
     return plans.FP8 if source.codec == "fp8" else None
-
-
-def _kept_dense(
-    checkpoint: families.Checkpoint, planned: tuple[plans.PartFormat | None, ...], bits: options.Bits
-) -> tuple[plans.PartFormat | None, ...]:
-    """Returns the formats of dense tensors; None keeps the source's bytes."""
-    if not isinstance(bits, float | int):
-        return (None,) * len(planned)
-    sources = [checkpoint.dense_source(role.name) for role in specs.dense_roles(checkpoint.spec)]
-    return tuple(
-        None if source.codec == "fp8" and bits >= plans.FP8.width else part
-        for source, part in zip(sources, planned, strict=True)
-    )
 
 
 def _check_kept(checkpoint: families.Checkpoint, source: families.SourceMatrix, part: plans.PartFormat) -> None:
@@ -193,9 +176,6 @@ def exponent_span(checkpoint: families.Checkpoint, source: families.SourceMatrix
 
 
 def checkpoint_repeats(checkpoint: families.Checkpoint) -> int:
-    """Returns how many neurons of an expert have two rows by default, if codes are calibrated.
-
-    None if the checkpoint is quantized itself, because a plan may keep its codes.
-    """
+    """Returns the usual number of neurons with two rows; 0 if the checkpoint has codes: a plan may keep them."""
     is_coded = any(source.is_kept for source in checkpoint.claims.experts.values())
     return 0 if is_coded else quantize.usual_repeats(checkpoint.spec.expert.source_size)

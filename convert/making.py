@@ -1,14 +1,15 @@
 """The use cases of this folder as functions: they make a profile, plans, a pack, or a pack for a memory.
 
-Each takes an order (`options`), tells a progress what it does, lines for people included, and returns a result. The
-command line makes orders of its options and prints results; `convert` is for those who write Python.
+Each takes an order (`options`), tells a progress what it does, and returns a result. The command line makes orders of
+its options and prints results; `convert` is for those who write Python.
 """
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -27,7 +28,7 @@ from moe_pack.formats.base import commands, errors
 from moe_pack.formats.gguf import find_gguf
 from moe_pack.formats.hub import StreamedFiles
 from moe_pack.formats.pack.writer import await_parts
-from moe_pack.formats.parts import DenseRole, specs
+from moe_pack.formats.parts import specs
 from moe_pack.runtime import Text, offload
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.text import check_text
@@ -64,8 +65,7 @@ def make_profile(order: options.ProfileOrder, progress: formats.Progress = forma
         for line in text_lines(checkpoint.spec, tokens):
             progress.say(line)
         if order.many.ray is not None:
-            job = ray_launcher.ProfileJob(ray_launcher.absolute(order), tokens, torch.get_num_threads())
-            return ray_launcher.make_profile_on_cluster(job, checkpoint.spec.moe_layers, progress)
+            return ray_launcher.make_profile_on_cluster(order, tokens, checkpoint.spec.moe_layers, progress)
         device, part = options.chosen_device(order.device), order.many.part
         return profile.make_profile(checkpoint, tokens, order.output, order.profile, progress, device, part)
 
@@ -84,7 +84,7 @@ class MadePlans:
 
     @property
     def origin(self) -> str:
-        """Where losses and routes come from, in words."""
+        """Returns the source of losses and routes, in words."""
         losses = self.model.losses
         if self.is_measured:
             return f"losses and routes: {losses.origin}"
@@ -226,7 +226,6 @@ def make_pack(order: options.PackOrder, progress: formats.Progress = formats.NO_
 def _decision(
     order: options.PackOrder, checkpoint: families.Checkpoint, found: profile.Profile | None
 ) -> plan.Decision:
-    """Returns the plan and the sparsity of each expert; PlanError if the plan does not fit the model."""
     spec = checkpoint.spec
     if order.plan_file is not None:
         return plan.read_plan(order.plan_file, spec)
@@ -242,7 +241,6 @@ def _decision(
 def _prepared(
     order: options.PackOrder, checkpoint: families.Checkpoint, decision: plan.Decision, found: profile.Profile | None
 ) -> account.Preparation:
-    """Returns the order of neurons, the rotation and the calibration of a pack, which fit its plan."""
     rotate = PlanRotation.choice(order.rotate, decision.is_plain)
     rotation = PlanRotation.chosen(rotate, checkpoint, found).of(decision.plan)
     prepared = account.Preparation(None, found, rotation, order.sequential)
@@ -260,11 +258,9 @@ def _converted(
     prepared: account.Preparation,
     progress: formats.Progress,
 ) -> pipeline.ConversionResult:
-    """Makes a pack in this process, or on a Ray cluster."""
     if order.many.ray is not None:
-        job = ray_launcher.PackJob(ray_launcher.absolute(order), chosen, prepared)
         layout = pipeline.layout_for(checkpoint, chosen, prepared.rotation)
-        return ray_launcher.make_pack_on_cluster(job, layout, progress)
+        return ray_launcher.make_pack_on_cluster(order, chosen, prepared, layout, progress)
     return pipeline.convert(
         checkpoint,
         chosen,
@@ -304,7 +300,13 @@ def _say_plan(
         progress.say(
             f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits"
         )
-    widened = _widened(checkpoint, chosen)
+    widened = [  # dense matrices that have codes in the source and are stored as its dequantized values
+        role
+        for role, part in zip(formats.dense_roles(checkpoint.spec), chosen.dense, strict=True)
+        if part is None
+        and role.quantizable
+        and checkpoint.files.decoded_from(checkpoint.dense_source(role.name).tensor) is not None
+    ]
     if widened and order.plan_file is None:
         progress.say(
             f"note: {len(widened)} dense matrices are dequantized and stored as float32, "
@@ -317,17 +319,6 @@ def _say_plan(
         progress.say(hub.check_stream_space(checkpoint.files, order.output, pipeline.large_bytes(layout)))
 
 
-def _widened(checkpoint: families.Checkpoint, chosen: formats.Plan) -> list[DenseRole]:
-    """Returns the dense matrices that have codes in the source and are stored as its dequantized values."""
-    return [
-        role
-        for role, part in zip(formats.dense_roles(checkpoint.spec), chosen.dense, strict=True)
-        if part is None
-        and role.quantizable
-        and checkpoint.files.decoded_from(checkpoint.dense_source(role.name).tensor) is not None
-    ]
-
-
 def _rotated_note(order: options.PackOrder, is_plain: bool) -> list[str]:
     """Returns a note that a plain plan (`Decision`) is rotated all the same; none if it is not."""
     if order.rotate != "on" or not is_plain:
@@ -336,12 +327,8 @@ def _rotated_note(order: options.PackOrder, is_plain: bool) -> list[str]:
 
 
 def _sample(checkpoint: families.Checkpoint, text: Text) -> forward.Tokens:
-    """Reads the start of our sample, which calibrates by default."""
-    return forward.read_tokens(None, None, text, options.CALIBRATION_TOKENS, _sequence_length(checkpoint))
-
-
-def _sequence_length(checkpoint: families.Checkpoint) -> int:
-    return min(options.SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+    length = min(options.SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+    return forward.read_tokens(None, None, text, options.CALIBRATION_TOKENS, length)
 
 
 def make_pack_for_target(order: options.PackOrder, progress: formats.Progress = formats.NO_PROGRESS) -> PackForTarget:
@@ -360,7 +347,11 @@ def make_pack_for_target(order: options.PackOrder, progress: formats.Progress = 
         rotate, text = PlanRotation.choice(order.rotate, not target.has_our_parts), Text(checkpoint.files)
         for note in notes:
             progress.say(f"note: {note}")
-        tokens = _eval_tokens(checkpoint, text, order)
+        length = min(options.SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+        if order.eval_data is None:
+            tokens = forward.unseen_tokens(text, order.eval_tokens, length)
+        else:
+            tokens = forward.read_tokens(order.eval_data, None, text, order.eval_tokens, length)
         operations = stack.enter_context(operations_for(torch.device("cpu")))
         found = _profile_for_target(checkpoint, text, order, rotate, progress)
         rotation = PlanRotation.chosen(rotate, checkpoint, found)
@@ -393,13 +384,6 @@ def _placed(
     return target
 
 
-def _eval_tokens(checkpoint: families.Checkpoint, text: Text, order: options.PackOrder) -> forward.Tokens:
-    length = _sequence_length(checkpoint)
-    if order.eval_data is None:
-        return forward.unseen_tokens(text, order.eval_tokens, length)
-    return forward.read_tokens(order.eval_data, None, text, order.eval_tokens, length)
-
-
 def _profile_for_target(
     checkpoint: families.Checkpoint,
     text: Text,
@@ -407,10 +391,7 @@ def _profile_for_target(
     rotate: quantize.RotateChoice,
     progress: formats.Progress,
 ) -> profile.Profile:
-    """Returns the profile of the order, or makes one of our sample next to the output.
-
-    Args:    rotate: `--rotate`, as it is meant for the pack.
-    """
+    """Returns the profile of the order, or makes one of our sample next to the output."""
     if order.profile is not None:
         found = profile.Profile(order.profile)
         if found.facts.imatrix is not None:
@@ -433,7 +414,6 @@ def _planner(
     target: plan.Target,
     progress: formats.Progress,
 ) -> plan.Planner | None:
-    """Returns the planner for a target, after its defaults are said; None for a paper's pack without a memory."""
     for line in plan.defaults_text(target, model.spec, order.machine):
         progress.say(f"by default {line}")
     if (stored := plan.kv_text(target)) is not None:
@@ -477,10 +457,41 @@ def convert(
             target = replace(target, preset=preset)
         if max_loss is not None:
             target = replace(target, limit=read_limit(max_loss))
+        if target == plan.Target(None):
+            return make_pack(order, progress)
+        if target.budget_bytes is None and target.preset is None:
+            raise formats.UsageError("--max-loss needs --target-vram or --preset; add one of them or remove --max-loss")
+        return make_pack_for_target(replace(order, target=target), progress)
     except ValueError as fault:
         raise formats.UsageError(f"convert: {fault}") from fault
-    if target == plan.Target(None):
-        return make_pack(order, progress)
-    if target.budget_bytes is None and target.preset is None:
-        raise formats.UsageError("--max-loss needs --target-vram or --preset; add one of them or remove --max-loss")
-    return make_pack_for_target(replace(order, target=target), progress)
+    except errors.MoePackError as fault:
+        fault.args = (_in_python(str(fault)),)
+        raise
+
+
+_ARGUMENTS = {
+    "--target-vram": "target_vram", "--max-loss": "max_loss", "--preset": "preset", "--plan": "plan_file",
+    "--profile": "profile", "--output": "output",
+}  # fmt: skip
+
+
+def _in_python(message: str) -> str:
+    """Returns a message with the names of `convert`'s arguments, and of its order's fields, in place of options.
+
+    Commands stay as they are: moe-pack plan --target-vram.
+    """
+    names = {**dict(_fields(options.PackOrder(target=plan.Target(None)), "order.")), **_ARGUMENTS}
+    return re.sub(
+        r"moe-pack [a-z]+(?: --[a-z-]+)*|--[a-z][a-z-]*", lambda found: names.get(found[0], found[0]), message
+    )
+
+
+def _fields(order: object, before: str) -> Iterator[tuple[str, str]]:
+    """Yields each option of an order with the name of its field: --memory and order.memory_bytes."""
+    assert is_dataclass(order), "options are fields of a dataclass"
+    for each in fields(order):
+        value, option = getattr(order, each.name), commands.option_of(each)
+        if option is not None:
+            yield option.name, f"{before}{each.name}"
+        elif is_dataclass(value):
+            yield from _fields(value, f"{before}{each.name}.")

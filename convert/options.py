@@ -1,7 +1,4 @@
-"""The options of what this folder makes, from which the command line is derived, and names that others compute with.
-
-`PackOrder`, `PlanOrder` and `ProfileOrder` say everything that `making` needs for a pack, a plan or a profile.
-"""
+"""The options of this folder's results, from which the command line is derived, and names that others compute with."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -36,8 +33,7 @@ WORKERS_OPTION = formats.option(
     "--workers", least=1, most=256, help="Number of experts worked on at once, one thread each.  [default: all cores]"
 )
 FIELD_OPTION = formats.option(
-    "--field",
-    metavar="F",
+    "--field F",
     help="The field of JSONL, Parquet or a data set that contains the text or the messages of a conversation.  "
     "[default: text, messages or conversations]",
 )
@@ -49,28 +45,22 @@ class PartOptions:
 
     part: commands.Part | None = commands.option_field(
         None,
-        "--part",
+        "--part I/N",
         parse=commands.Part.of,
-        metavar="I/N",
-        mark="many",
         help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
         "all of them see. A part that is done makes what others have left, so any part may be killed, and the "
         "result has the bytes of one process. The same command without --part continues too.",
     )
     ray: str | None = commands.option_field(
         None,
-        "--ray",
-        metavar="ADDRESS",
-        mark="many",
+        "--ray ADDRESS",
         help="Let a Ray cluster make the parts, over an output folder that all its machines see: auto is the "
         "cluster that runs on this machine, HOST:PORT that of a head node, local a new one of this machine.",
     )
     num_parts: int | None = commands.option_field(
         None,
-        "--parts",
+        "--parts N",
         least=1,
-        metavar="N",
-        mark="many",
         help="With --ray: number of parts.  [default: as many as the cluster has room for, by CPUs and memory]",
     )
 
@@ -100,9 +90,8 @@ class StreamOptions:
     )
     space_bytes: int | None = commands.option_field(
         None,
-        "--stream-space",
+        "--stream-space SIZE",
         parse=commands.read_size,
-        metavar="SIZE",
         help="With --stream: disk space for pieces of the source, where the output is. With less, more pieces are "
         f"fetched twice.  [default: {hub.STREAM_BYTES >> 30}G]",
     )
@@ -121,24 +110,21 @@ class TextOptions:
 
     data: str | None = commands.option_field(
         None,
-        "--data",
-        metavar="NAME_OR_FILE",
+        "--data NAME_OR_FILE",
         help="A text, JSONL or Parquet file, or the name of a data set (NAME:CONFIG:SPLIT), of text or of "
         "conversations (lists of messages), which the model's chat template writes.  [default: our sample]",
     )
     field_name: str | None = field(default=None, metadata=FIELD_OPTION)
     num_tokens: int = commands.option_field(
         CALIBRATION_TOKENS,
-        "--tokens",
+        "--tokens N",
         least=256,
-        metavar="N",
         help="Number of tokens. The last fifth is held out: it checks what was measured on the others.",
     )
     sequence_length: int = commands.option_field(
         SEQUENCE_LENGTH,
-        "--sequence-length",
+        "--sequence-length N",
         least=16,
-        metavar="N",
         help="Tokens of a sequence; each sequence begins with an empty context.",
     )
 
@@ -162,9 +148,8 @@ class ProfileOrder:
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=runtime.DEVICE_OPTION)
     imatrix: Path | None = commands.option_field(
         None,
-        "--imatrix",
+        "--imatrix FILE",
         path="file",
-        metavar="FILE",
         help="Make the profile from an importance file of llama.cpp (llama-imatrix), in place of text. It says "
         "how often each expert was chosen and how large its inputs were; convert calibrates with it. It does not "
         "say what bits cost, nor which neurons run.",
@@ -295,7 +280,6 @@ class PlanOptions:
         )
 
     def _part(self, flag: str, bits: float, quantizer: formats.Quantizer) -> formats.PartFormat:
-        """Returns the format of experts' matrices with `bits` bits a weight."""
         fits = bits in _TRELLIS_BITS
         if self.codec == "trellis" and not fits and bits != 16:
             raise formats.PlanError(f"{flag} {bits:g}: a trellis has 2 to 4 bits a weight; use --codec affine")
@@ -337,17 +321,15 @@ class PackOrder:
     machine: runtime.MachineFacts | None = None  # measured by `doctor`; None: assumed
     eval_data: str | None = commands.option_field(
         None,
-        "--eval-data",
-        metavar="NAME_OR_FILE",
+        "--eval-data NAME_OR_FILE",
         mark="target",
         help="With --target-vram or --preset: the text on which the loss is measured, as for eval.  [default: the "
         "end of our sample]",
     )
     eval_tokens: int = commands.option_field(
         _TARGET_EVAL_TOKENS,
-        "--eval-tokens",
+        "--eval-tokens N",
         least=256,
-        metavar="N",
         mark="target",
         help="Number of tokens of it. More tokens make the interval of the loss narrower, which leaves more of the "
         "limit for the plan.",
@@ -355,9 +337,8 @@ class PackOrder:
     plan: PlanOptions = field(default_factory=PlanOptions)
     plan_file: Path | None = commands.option_field(
         None,
-        "--plan",
+        "--plan FILE",
         path="file",
-        metavar="FILE",
         mark="plan",
         help="A plan (moe-pack plan -o): the formats and the sparsity of each expert. In place of "
         "--selector to --dense-bits, --quantizer, --repeats and --sparsity.",
@@ -373,9 +354,8 @@ class PackOrder:
     )
     repeats: int | None = commands.option_field(
         None,
-        "--repeats",
+        "--repeats N",
         least=0,
-        metavar="N",
         mark="plan",
         help="Number of neurons of each expert whose row of down is stored a second time, for what the first one "
         "lost: a few neurons decide much of an expert's output. Needs calibrated codes.  [default: 1 of 128]",
@@ -391,8 +371,7 @@ class PackOrder:
     profile: Path | None = field(  # None: for a target, one is made next to the output
         default=None,
         metadata=formats.option(
-            "--profile",
-            metavar="DIR",
+            "--profile DIR",
             help="A profile of this model (moe-pack profile). Experts are calibrated with its inputs; neurons "
             "are sorted by how often they run at --sparsity, most often first; its routing data is added to the pack "
             "(as moe-pack attach does).",
@@ -400,8 +379,7 @@ class PackOrder:
     )
     sparsity: float | None = commands.option_field(
         None,
-        "--sparsity",
-        metavar="S",
+        "--sparsity S",
         mark="plan",
         help="Share of an expert's neurons that do not run, such as 0.8. Thresholds are measured on the finished "
         "pack, on the profile's text or else on our sample.  [default: all run]",
@@ -411,10 +389,9 @@ class PackOrder:
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
     memory_bytes: int = commands.option_field(
         MEMORY_BYTES,
-        "--memory",
+        "--memory SIZE",
         parse=commands.read_size,
         default_text=f"{MEMORY_BYTES >> 30}G",
-        metavar="SIZE",
         help="Memory for all experts that are worked on at once. An expert that is calibrated takes some hundred "
         "MiB: with many cores, more memory makes it faster.",
     )
@@ -452,7 +429,7 @@ class PackOrder:
                 f"--stream: {name} reads the source many times; make the plan first (moe-pack profile --stream, "
                 "moe-pack plan), then convert with --plan and --stream"
             )
-        if many := commands.given(self, "many"):
+        if many := commands.given(self.many):
             raise formats.UsageError(
                 f"{many[0]} does not go with {name}; make the profile, then a plan (moe-pack plan --target-vram), "
                 f"then give both to convert with {many[0]}"
@@ -490,8 +467,7 @@ class PlanOrder:
     machine: runtime.MachineFacts | None = None  # measured by `doctor`; None: assumed
     profile: Path | None = commands.option_field(
         None,
-        "--profile",
-        metavar="DIR",
+        "--profile DIR",
         help="A profile of this model (moe-pack profile). Without one, losses are assumed and routes are drawn evenly.",
     )
     target: Target | None = None
@@ -499,14 +475,13 @@ class PlanOrder:
         None, "--selector", help="The only selector kind to choose.  [default: the fastest]"
     )
     sparsity: float | None = commands.option_field(
-        None, "--sparsity", metavar="S", help="With --preset floe: the share of neurons that do not run."
+        None, "--sparsity S", help="With --preset floe: the share of neurons that do not run."
     )
     output: Path | None = commands.option_field(
         None,
         "--output",
-        "-o",
+        "-o FILE",
         path="file",
-        metavar="FILE",
         help="Write the first plan to FILE, for moe-pack convert --plan.",
     )
     as_json: bool = commands.option_field(False, "--json", help="Print the plans as JSON.")
@@ -531,7 +506,6 @@ def chosen_device(name: str) -> "torch.device":
 
 
 def _percentage(text: str) -> float:
-    """Returns the share that `1%` stands for; raises ValueError if it is not a percentage of 0 or more."""
     try:
         share = float(text.removesuffix("%")) / 100
     except ValueError:
@@ -546,27 +520,25 @@ class CheckLimits:
     """Limits of a pack's loss, bytes and memory; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
 
     max_kl: float | None = commands.option_field(
-        None, "--max-kl", least=0, metavar="X", help="Largest KL divergence from the source, in nats a token."
+        None, "--max-kl X", least=0, help="Largest KL divergence from the source, in nats a token."
     )
     max_ppl_increase: float | None = commands.option_field(
         None,
-        "--max-ppl-increase",
+        "--max-ppl-increase P%",
         parse=_percentage,
-        metavar="P%",
         help="Largest growth of perplexity over the source's, such as 1%.",
     )
     max_bytes: int | None = commands.option_field(
-        None, "--max-bytes", parse=commands.read_size, metavar="B", help="Largest size of the pack, such as 26G."
+        None, "--max-bytes B", parse=commands.read_size, help="Largest size of the pack, such as 26G."
     )
     budget_bytes: int | None = commands.option_field(
         None,
-        "--budget",
+        "--budget SIZE",
         parse=commands.read_size,
-        metavar="SIZE",
         help="Memory in which moe-run must be able to run the pack, such as 11G.",
     )
 
     @property
     def of_loss(self) -> bool:
-        """Whether one of the limits is of loss."""
+        """Returns whether one of the limits is of loss."""
         return self.max_kl is not None or self.max_ppl_increase is not None

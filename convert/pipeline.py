@@ -1,11 +1,9 @@
 """The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
 
 An item (an expert, or a piece of the dense part) gets its bytes in a worker thread: `encoding` makes them from the
-source, or `EarlierPack` copies them from a pack of the same checkpoint if both plans store the item in the same way.
-`write_pack` writes items in one order, whatever the number of workers.
-
-Workers are threads: reading, torch and digests release the interpreter, and a process that is killed at any moment
-leaves no other process that could still write.
+source, or `EarlierPack` copies them from a pack of the same checkpoint. `write_pack` writes items in one order,
+whatever the number of workers. Workers are threads: reading, torch and digests release the interpreter, and a killed
+process leaves no other process that could still write.
 """
 
 import hashlib
@@ -23,8 +21,8 @@ from threading import Event
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from moe_pack.calib.profile import profiles
 from moe_pack.convert import account, encoding, kept
 from moe_pack.convert.options import MEMORY_BYTES
 from moe_pack.convert.plan.rotation import check_rotation, same_rotation, with_rotation
@@ -42,9 +40,9 @@ class EarlierPack:
     """An earlier pack of the same checkpoint, and the items of a recipe that it contains. Owns the open pack.
 
     It contains an expert if selector kind, quantizer, all formats, the neuron order and the layer's rotation are the
-    same, and a dense tensor if format and quantizer are the same. Of a sequential recipe, the layers before must be the
-    same too, and all dense tensors. It contains nothing if the account of the source or a package version differs. It
-    does not check that the source's weights are the same, nor that it was calibrated likewise: the caller made it.
+    same, and a dense tensor if format and quantizer are the same. If the recipe is sequential, the layers before and
+    all dense tensors must be the same too. It contains nothing if the account of the source or a package version
+    differs. The caller knows that the source's weights and the calibration are the same: this is not checked.
     Raises:  PackError if the folder is not a valid pack.
     """
 
@@ -77,34 +75,37 @@ class EarlierPack:
             return False
         if item.kind in ("unused", "ngrams"):
             return True
-        return self._contains_dense(item.role) if item.kind == "dense" else self._contains_expert(item)
+        if item.kind == "dense":
+            return self._contains_dense(item.role)
+        has_same_inputs = self._same_layers is None or item.layer <= self._same_layers
+        return has_same_inputs and self._stores_alike((item.layer, item.expert))
 
     def made_item(self, item: layouts.Item) -> encoding.MadeItem:
-        """Returns an item of the pack with its bytes, in their own memory, checked against their digest.
-
-        Raises:  PackError if they are damaged.
-        """
+        """Returns an item of the pack in its own memory, checked against its digest; PackError if it is damaged."""
         assert self.contains(item), item
+        pack = self._pack
         if item.kind == "unused":
-            return encoding.MadeItem(self._unused_bytes(item))
+            self._check(layouts.UNUSED_FILE)
+            return encoding.MadeItem(pack.read_unused(item.offset, item.num_bytes))
         if item.kind == "ngrams":
-            return encoding.MadeItem(self._table_bytes(item))
+            table, first = pack.layout.ngrams[item.layer], item.first_row
+            rows = pack.read_ngrams(table, first, first + item.num_bytes // table.rows.row_bytes)
+            layouts.check_rows(table.rows, rows, f"{pack.folder}: {layouts.ngrams_file(table.layer)}", first)
+            return encoding.MadeItem(rows.reshape(-1))
         if item.kind == "dense":
-            return encoding.MadeItem(self._dense_bytes(item))
+            self._check(layouts.DENSE_FILE)
+            entry = self._dense[item.role].entry
+            num_rows = item.num_bytes * entry.shape[0] // entry.num_bytes
+            return encoding.MadeItem(pack.read_dense(entry, item.first_row, item.first_row + num_rows))
+        raw = pack.read_extent(item.layer, item.expert)
+        if hashlib.sha256(raw.data).digest() != pack.index.sha256[item.layer, item.expert].tobytes():
+            raise errors.PackError(
+                f"{pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes"
+            )
         loss = None if self._losses is None else self._losses[item.layer][item.expert]
         assert self._order is not None, "the earlier pack is usable"
         order = self._order[item.layer, item.expert]
-        return encoding.MadeItem(
-            self._expert_bytes(item), loss, tuple(np.sort(order[1:][order[1:] == order[:-1]]).tolist())
-        )
-
-    def _expert_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
-        raw = self._pack.read_extent(item.layer, item.expert)
-        if hashlib.sha256(raw.data).digest() != self._pack.index.sha256[item.layer, item.expert].tobytes():
-            raise errors.PackError(
-                f"{self._pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes"
-            )
-        return raw
+        return encoding.MadeItem(raw, loss, tuple(np.sort(order[1:][order[1:] == order[:-1]]).tolist()))
 
     def _count_same_layers(self) -> int:
         """Returns how many of the first MoE layers are as the recipe stores them; 0 if a dense tensor is not."""
@@ -114,10 +115,6 @@ class EarlierPack:
         layers = range(len(self._recipe.layout.spec.moe_layers))
         same = (all(self._stores_alike((layer_idx, e)) for e in range(num_experts)) for layer_idx in layers)
         return sum(1 for _ in takewhile(bool, same))
-
-    def _contains_expert(self, item: layouts.Item) -> bool:
-        has_same_inputs = self._same_layers is None or item.layer <= self._same_layers
-        return has_same_inputs and self._stores_alike((item.layer, item.expert))
 
     def _stores_alike(self, place: tuple[int, int]) -> bool:
         recipe = self._recipe
@@ -135,24 +132,7 @@ class EarlierPack:
         dense = self._dense[role]
         return (dense.dtype, dense.rows) == (expected.dtype, expected.rows)
 
-    def _dense_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
-        self._check(layouts.DENSE_FILE)
-        entry = self._dense[item.role].entry
-        num_rows = item.num_bytes * entry.shape[0] // entry.num_bytes
-        return self._pack.read_dense(entry, item.first_row, item.first_row + num_rows)
-
-    def _unused_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
-        self._check(layouts.UNUSED_FILE)
-        return self._pack.read_unused(item.offset, item.num_bytes)
-
-    def _table_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
-        table = self._pack.layout.ngrams[item.layer]
-        rows = self._pack.read_ngrams(table, item.first_row, item.first_row + item.num_bytes // table.rows.row_bytes)
-        layouts.check_rows(table.rows, rows, f"{self._pack.folder}: {layouts.ngrams_file(table.layer)}", item.first_row)
-        return rows.reshape(-1)
-
     def _check(self, file: str) -> None:
-        """Checks the digest of a whole file, the first time."""
         if file not in self._checked:
             self._pack.check_file(file)
             self._checked.add(file)
@@ -217,7 +197,6 @@ _Finished = tuple[layouts.Item, encoding.MadeItem, manifests.Digests]
 class ConversionResult:
     """The result of a conversion."""
 
-    layout: layouts.PackLayout
     resumed_bytes: int  # that an earlier run has written
     written: bool  # False if the pack was complete before, or if another part has sealed it
 
@@ -244,13 +223,40 @@ def large_bytes(layout: layouts.PackLayout) -> int:
 
 
 def check_prepared(checkpoint: Checkpoint, plan: plans.Plan, prepared: account.Preparation) -> None:
-    """Checks that a plan and its preparation fit the checkpoint; raises PlanError."""
-    if prepared.order is not None:
-        account.check_order(prepared.order, checkpoint.spec)
+    """Checks that a plan and its preparation fit the checkpoint; a calibrated plan needs a profile of it.
+
+    Raises:  PlanError if not, or if layers are rotated with the moments of an importance file, which belong to the
+             source's coordinates.
+    """
+    spec, profile, order = checkpoint.spec, prepared.calibration, prepared.order
+    if order is not None:
+        assert order.dtype == np.uint32, order.dtype
+        shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
+        if order.shape != shape:
+            raise errors.PlanError(
+                f"order: shape {list(order.shape)}, expected {list(shape)}: layers, experts and neurons"
+            )
+        if fault := manifests.order_fault(order, shape[2]):
+            raise errors.PlanError(f"order: {fault}")
     kept.check_kept(checkpoint, plan)
-    account.check_calibration(checkpoint, plan, prepared.calibration, prepared.rotation)
+    if plan.quantizer == "calibrated":
+        if profile is None:
+            raise errors.PlanError(
+                "--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile"
+            )
+        if not profile.calibrates:
+            raise errors.PlanError(
+                f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile "
+                "the model again, without --no-inputs"
+            )
+        if prepared.rotation is not None and not profile.has_inputs:
+            raise errors.PlanError(
+                f"--profile {profile.folder}: was made from an importance file, whose figures are not those of rotated "
+                "experts; give --rotate off, or profile the model on text"
+            )
+        profiles.check_same_source(profile, checkpoint)
     if prepared.rotation is not None:
-        check_rotation(prepared.rotation, plan, checkpoint.spec)
+        check_rotation(prepared.rotation, plan, spec)
 
 
 def convert(
@@ -268,11 +274,9 @@ def convert(
     """Writes the pack that `plan` makes of `checkpoint` into `folder`; continues where a killed run stopped.
 
     Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
-             on_step: called before each change of the disk.   earlier: a pack of the same checkpoint and, if it is
-             calibrated, of the same profile and as sequentially; items that both plans store in the same way are copied
-             from it.   memory_bytes: an approximate limit for all items that are worked on at once; one item is always
-             allowed, however large.   part: of several processes that call this function for the same folder. It makes
-             its own items, then those that others have not made.
+             on_step: called before each change of the disk.   earlier: as for `EarlierPack`.   memory_bytes: an
+             approximate limit for all items that are worked on at once; one item is always allowed.   part: of several
+             processes with this folder. It makes its own items, then those that others have not made.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
              finished items.
     """
@@ -304,10 +308,7 @@ def convert(
 def memory_line(
     checkpoint: Checkpoint, plan: plans.Plan, layout: layouts.PackLayout, workers: int, memory_bytes: int
 ) -> str | None:
-    """Returns a line that says that workers will wait for memory, and how much is enough; None if none will wait.
-
-    It considers experts only, because dense tensors are few.
-    """
+    """Returns a line that says that workers will wait for memory, and how much is enough; None if none will wait."""
     largest = max(encoding.job_bytes(checkpoint, plan, item) for item in layout.items() if item.kind == "expert")
     at_once = max(memory_bytes // largest, 1)
     if at_once >= workers:
@@ -331,14 +332,14 @@ def write_pack(
     """Writes a whole pack, continues where a killed run stopped, and closes the writer.
 
     Args:    workers, progress, memory_bytes: as for `convert`.
-    Raises:  ConversionError, and what `work` raises.
+    Raises:  ConversionError, and the errors of `work`.
     """
     torch.set_num_threads(1)
     give_back_large_at_once()
     try:
         writer.open()
         if writer.state is State.SEALED:
-            return ConversionResult(layout, writer.resumed_bytes, written=False)
+            return ConversionResult(writer.resumed_bytes, written=False)
         reports = _PackingReports(writer, layout, work, progress)
         for item in _written(writer, layout, reports.work, workers, memory_bytes):
             reports.advance(_item_text(item))
@@ -346,21 +347,21 @@ def write_pack(
         work.end()
         with commands.stage_of(progress, "sealing"):
             if not writer.begins_sealing() and _sealed_by_another(writer, layout):
-                return ConversionResult(layout, writer.resumed_bytes, written=False)
+                return ConversionResult(writer.resumed_bytes, written=False)
             writer.seal(record.tables(writer), record.manifest, lambda raw: record.sidecars(raw, writer))
         work.end_all()
-        return ConversionResult(layout, writer.resumed_bytes, written=True)
+        return ConversionResult(writer.resumed_bytes, written=True)
     except (errors.ConversionError, OSError):
         if writer.part is None or writer.state is not State.WRITING or not writer.is_sealed():
             raise
         work.end()  # the other parts have made all that this part still wanted to make, and removed their files
-        return ConversionResult(layout, writer.resumed_bytes, written=False)
+        return ConversionResult(writer.resumed_bytes, written=False)
     finally:
         writer.close()
 
 
 class _PackingReports:
-    """Reports what is on the disk, whichever part has made it, by kinds of work; `work` also reports entered layers."""
+    """Reports by kinds of work what is on the disk, whichever part has made it; `work` also reports entered layers."""
 
     _LAYERS = "inputs of a layer"
     _LAYER_COST = 1e9  # bytes that are copied in the time that a layer takes
@@ -458,7 +459,6 @@ _SEALING_PATIENCE_S, _HASHED_BYTES_A_S = 10.0, 100e6  # sealing reads all but th
 
 
 def _comes_from_another(writer: PackWriter, item: layouts.Item, patience_s: float) -> bool:
-    """Waits until another part has written an item; returns whether it did."""
 
     def is_there() -> bool:
         writer.refresh()
@@ -468,7 +468,6 @@ def _comes_from_another(writer: PackWriter, item: layouts.Item, patience_s: floa
 
 
 def _sealed_by_another(writer: PackWriter, layout: layouts.PackLayout) -> bool:
-    """Waits until the part that has begun to seal the pack is done; returns whether it was."""
     hashed = sum(item.num_bytes for item in layout.items() if item.kind != "expert")
     return _awaited(writer.is_sealed, _SEALING_PATIENCE_S + hashed / _HASHED_BYTES_A_S)
 

@@ -1,11 +1,9 @@
 """Ray as the launcher of parts: the machines of a Ray cluster make one profile or one pack together.
 
-Each part is a Ray task. It calls what `--part I/N` calls in its process, over a folder that all machines see. Ray
-starts a task again if its process or its machine dies; the new process continues from the folder. Parts make what
-others have left, so the result is complete as soon as one part returns.
-
-The driver is the process of the command. It reads the checkpoint and the text, so that all parts get the same plan and
-the same tokens. It makes no part itself, and learns the progress from the folder.
+Each part is a Ray task that does the work of `--part I/N` over a folder that all machines see. Ray starts a task again
+if its process or its machine dies; the new process continues from the folder. Parts make what others have left, so the
+result is complete as soon as one part returns. The driver is the process of the command: it reads the checkpoint and
+the text, so that all parts get the same plan and tokens, and learns the progress from the folder.
 """
 
 import platform
@@ -14,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -45,102 +44,74 @@ _POLL_S = 0.5
 _MARKER = "conversion.json-of-driver-"  # begins the name of the file by which machines recognize the folder
 
 
-class Job(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
     """Work that can be made in parts over one folder. It is sent to the machines, so it has no open files."""
 
-    @property
-    def output(self) -> Path:
-        """The absolute path of the folder."""
-        ...
-
-    def run(self, part: commands.Part) -> None:
-        """Makes a part, and returns when the result is complete."""
-        ...
+    output: Path  # the absolute path of the folder
+    run: Callable[[commands.Part], None]  # makes a part, and returns when the result is complete
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackJob:
-    """A pack. The order's paths are absolute."""
-
-    order: options.PackOrder
-    plan: formats.Plan
-    prepared: Preparation
-
-    @property
-    def output(self) -> Path:
-        """The folder of the pack."""
-        return self.order.output
-
-    def run(self, part: commands.Part) -> None:
-        """Makes a part of the pack."""
-        order = self.order
-        with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
-            pipeline.convert(
-                checkpoint,
-                self.plan,
-                order.output,
-                order.workers,
-                prepared=self.prepared,
-                memory_bytes=order.memory_bytes,
-                part=part,
-            )
+def _make_pack(order: options.PackOrder, plan: formats.Plan, prepared: Preparation, part: commands.Part) -> None:
+    with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
+        pipeline.convert(
+            checkpoint,
+            plan,
+            order.output,
+            order.workers,
+            prepared=prepared,
+            memory_bytes=order.memory_bytes,
+            part=part,
+        )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProfileJob:
-    """A profile. The order's paths are absolute."""
-
-    order: options.ProfileOrder
-    tokens: Tokens
-    threads: int  # of torch, on which the rounding of sums depends
-
-    @property
-    def output(self) -> Path:
-        """The folder of the profile."""
-        return self.order.output
-
-    def run(self, part: commands.Part) -> None:
-        """Makes a part of the profile."""
-        torch.set_num_threads(self.threads)
-        order = self.order
-        with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
-            profile.make_profile(checkpoint, self.tokens, order.output, order.profile, part=part)
+def _make_profile(order: options.ProfileOrder, tokens: Tokens, num_threads: int, part: commands.Part) -> None:
+    torch.set_num_threads(num_threads)  # on which the rounding of sums depends
+    with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
+        profile.make_profile(checkpoint, tokens, order.output, order.profile, part=part)
 
 
 Order = TypeVar("Order", options.PackOrder, options.ProfileOrder)
 
 
 def absolute(order: Order) -> Order:
-    """Returns the order with the paths under which other machines find source, output and profile.
-
-    A source on the hub keeps its name: it is in the cache of each machine.
-    """
+    """Returns the order with the paths for other machines; a source on the hub keeps its name, as they have a cache."""
     source = str(Path(order.source).absolute()) if Path(order.source).exists() else order.source
     return replace(order, source=source, output=order.output.absolute())
 
 
 def make_pack_on_cluster(
-    job: PackJob, layout: formats.PackLayout, progress: formats.Progress
+    order: options.PackOrder,
+    plan: formats.Plan,
+    prepared: Preparation,
+    layout: formats.PackLayout,
+    progress: formats.Progress,
 ) -> pipeline.ConversionResult:
     """Makes a pack on a Ray cluster."""
-    total, done = pipeline.large_bytes(layout), journaled_bytes(job.output, layout)
-    each = Resources(job.order.workers, job.order.memory_bytes + PROCESS_BYTES)
+    order = absolute(order)
+    total, done = pipeline.large_bytes(layout), journaled_bytes(order.output, layout)
+    each = Resources(order.workers, order.memory_bytes + PROCESS_BYTES)
     stage = commands.Stage("packing", total, "B", done)
-    _run_on_cluster(job, job.order.many, each, progress, stage, lambda: (journaled_bytes(job.output, layout), ""))
-    return pipeline.ConversionResult(layout, done, written=done < total)
+    job = Job(order.output, partial(_make_pack, order, plan, prepared))
+    _run_on_cluster(job, order.many, each, progress, stage, lambda: (journaled_bytes(order.output, layout), ""))
+    return pipeline.ConversionResult(done, written=done < total)
 
 
-def make_profile_on_cluster(job: ProfileJob, layers: Sequence[int], progress: formats.Progress) -> profile.Profile:
+def make_profile_on_cluster(
+    order: options.ProfileOrder, tokens: Tokens, layers: Sequence[int], progress: formats.Progress
+) -> profile.Profile:
     """Makes a profile on a Ray cluster, of a model whose `layers` have experts."""
+    order, num_threads = absolute(order), torch.get_num_threads()
 
     def done() -> tuple[int, str]:
-        finished = [layer for layer in layers if (job.output / layer_file("statistics", layer)).exists()]
+        finished = [layer for layer in layers if (order.output / layer_file("statistics", layer)).exists()]
         return len(finished), "" if len(finished) < len(layers) else "sensitivity and predictors follow"
 
     stage = commands.Stage("statistics", len(layers), "layers", done()[0])
-    each = Resources(job.threads, options.MEMORY_BYTES + PROCESS_BYTES)
-    _run_on_cluster(job, job.order.many, each, progress, stage, done)
-    return profile.Profile(job.output)
+    each = Resources(num_threads, options.MEMORY_BYTES + PROCESS_BYTES)
+    job = Job(order.output, partial(_make_profile, order, tokens, num_threads))
+    _run_on_cluster(job, order.many, each, progress, stage, done)
+    return profile.Profile(order.output)
 
 
 def _run_on_cluster(
@@ -151,10 +122,7 @@ def _run_on_cluster(
     stage: commands.Stage,
     done: Callable[[], tuple[int, str]],
 ) -> None:
-    """Connects to the cluster that the options name, and makes all parts of a job there.
-
-    Args:    each: what a part uses.   progress, stage, done: as for `Cluster.run`.
-    """
+    """Connects to the cluster that the options name, and makes all parts of a job there."""
     assert many.ray is not None, "the options name a cluster"
     with closing(Cluster(many.ray)) as cluster:
         room = cluster.num_parts(each)
@@ -168,7 +136,7 @@ def _run_on_cluster(
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a part uses, by which Ray places it."""
+    """The CPUs and the memory of a part, by which Ray places it."""
 
     num_cpus: int
     memory_bytes: int
@@ -189,14 +157,10 @@ class _Node:
     num_cpus: int
     memory_bytes: int
 
-    def num_parts(self, each: Resources) -> int:
-        """Returns how many parts the machine has room for."""
-        return min(self.num_cpus // each.num_cpus, self.memory_bytes // each.memory_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """What a part would find on a machine."""
+    """The facts of a machine on which its parts depend."""
 
     sees_folder: bool
     made_with: str
@@ -234,12 +198,9 @@ class Cluster:
         self._ray.shutdown()
 
     def num_parts(self, each: Resources) -> int:
-        """Returns the number of parts for which the cluster has room.
-
-        Raises:  RunError if no machine has room for one.
-        """
+        """Returns the number of parts for which the cluster has room; RunError if no machine has room for one."""
         nodes = self._nodes()
-        total = sum(node.num_parts(each) for node in nodes)
+        total = sum(min(n.num_cpus // each.num_cpus, n.memory_bytes // each.memory_bytes) for n in nodes)
         if not total:
             found = "; ".join(f"{node.name}: {Resources(node.num_cpus, node.memory_bytes)}" for node in nodes)
             raise formats.RunError(
@@ -249,10 +210,7 @@ class Cluster:
         return total
 
     def check(self, job: Job) -> None:
-        """Checks that every machine sees the folder of a job, and would make the same bytes.
-
-        Raises:  RunError if one does not.
-        """
+        """Raises RunError if a machine does not see the folder of a job, or would make other bytes."""
         try:
             job.output.mkdir(parents=True, exist_ok=True)
             for old in job.output.glob(f"{_MARKER}*.tmp"):  # of a driver that was killed
@@ -297,7 +255,7 @@ class Cluster:
         "Tried to complete task that was not pending").
 
         Args:    stage, done: what the progress shows, how much of it is there now, and what was made last.
-        Raises:  what a part raises; RunError if all parts have died too often.
+        Raises:  the error of a part; RunError if all parts have died too often.
         """
         errors = self._ray.exceptions
         task = self._ray.remote(_run_part).options(
@@ -347,7 +305,6 @@ class Cluster:
         return nodes
 
     def _ask(self, node: _Node, marker: Path) -> Any:
-        """Starts a probe on a machine, and returns its reference."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         place = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
@@ -355,7 +312,6 @@ class Cluster:
         return task.remote(marker)
 
     def _answer(self, name: str, ref: Any) -> _Probe:
-        """Waits for the probe of a machine."""
         try:
             return self._ray.get(ref, timeout=_PROBE_S)  # type: ignore[no-any-return]  # ray.get has no types here
         except self._ray.exceptions.GetTimeoutError as fault:
@@ -371,7 +327,6 @@ class Cluster:
 
 
 def _run_part(job: Job, part: commands.Part) -> None:
-    """Makes a part in a process of the cluster."""
     if not job.output.is_dir():
         raise formats.RunError(
             f"{job.output}: {platform.node()} does not see this folder; mount the same folder on every machine, under "
@@ -388,7 +343,6 @@ def _run_part(job: Job, part: commands.Part) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Checks that something listens at HOST:PORT; raises RunError if nothing does."""
     host, colon, port = address.rpartition(":")
     if not colon:
         return
@@ -415,7 +369,6 @@ def _wait_until_unused(folder: Path) -> None:
 
 
 def _probed(marker: Path) -> _Probe:
-    """Returns what a part would find here; `marker` is a file that the driver has made."""
     instructions = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return _Probe(
         marker.exists(), f"moe-pack {VERSION}, torch {torch.__version__}, numpy {np.__version__}", instructions

@@ -1,11 +1,8 @@
 """Sequential calibration: the inputs of a layer behind the stored layers before it, while a pack is written.
 
-The profile keeps the tokens whose inputs calibrate experts. `StoredInputs` takes their sequences through the pack as
-far as it is written: dense tensors and experts are read back from its files. A layer's experts can be made when all of
-the layers before are on disk.
-
-Hidden states between layers lie in a folder in the pack's folder, so that a killed conversion goes on where it stopped,
-and are removed before the pack is complete.
+`StoredInputs` takes the profile's sequences through the pack as far as it is written: it reads dense tensors and
+experts back from the files. A layer's experts can be made when all of the layers before are on disk. Hidden states
+between layers lie in a folder in the pack's folder, so that a killed conversion continues, until the pack is complete.
 """
 
 import shutil
@@ -104,7 +101,6 @@ class StoredInputs:
         return found
 
     def _leave(self, states: forward.LayerStates, layer_idx: int, tokens: forward.LayerTokens) -> None:
-        """Runs the stored experts of a layer and ends it."""
 
         def work(expert: int) -> tuple[Tensor, Tensor, Tensor]:
             token_idx, router_weights = tokens.of_expert(expert)
@@ -130,57 +126,41 @@ class _UnfinishedPack:
         self._source = model.CheckpointWeights(recipe.checkpoint)
         self._layout = recipe.layout
         self._folder = folder
-        self._dense = {dense.role.name: dense for dense in recipe.layout.dense}
-        vectors = recipe.rotation
-        self._rotations = [
-            None
-            if vectors is None or not vectors.is_rotated(layer_idx)
-            else Rotation(torch.from_numpy(vectors.input[layer_idx]), torch.from_numpy(vectors.output[layer_idx]))
-            for layer_idx in range(len(self.spec.moe_layers))
-        ]
+        self.dense = {dense.role.name: dense for dense in recipe.layout.dense}
+        self._vectors = recipe.rotation
 
     def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
-        return pack_weights.stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
+        return pack_weights.stored_vector(self.dense[role], self._rows(role, 0, self.dense[role].entry.shape[0]))
 
     def matrix(self, role: str) -> model.Matrix:
-        """Returns a dense matrix by its role, which reads its rows when they are needed."""
         return _UnfinishedMatrix(self, role)
 
     def load(self, role: str) -> model.Matrix:
-        """Reads a dense matrix into memory, in its stored bytes."""
-        return self.rows_of(role, 0, self._dense[role].role.shape[0])
+        return self.rows_of(role, 0, self.dense[role].role.shape[0])
 
     def rows_of(self, role: str, start: int, stop: int) -> model.Matrix:
-        """Reads rows of a dense matrix."""
-        return pack_weights.stored_matrix(self._dense[role], self._rows(role, start, stop), self.operations)
-
-    def shape(self, role: str) -> tuple[int, int]:
-        """Returns rows and columns of a dense matrix."""
-        num_rows, num_cols = self._dense[role].role.shape
-        return num_rows, num_cols
+        return pack_weights.stored_matrix(self.dense[role], self._rows(role, start, stop), self.operations)
 
     def expert(self, layer_idx: int, expert: int) -> model.Expert:
-        """Reads an expert."""
         layout = self._layout.experts[layer_idx][expert]
         offset = self._layout.offsets[layer_idx][expert]
         raw = self._read(layouts.experts_file(self.spec.moe_layers[layer_idx]), offset, layout.num_bytes)
         return model.PackedExpert(layout, raw, self.operations)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns zero: all neurons run."""
         return 0.0
 
     def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
-        return self._rotations[layer_idx]
+        vectors = self._vectors
+        if vectors is None or not vectors.is_rotated(layer_idx):
+            return None
+        return Rotation(torch.from_numpy(vectors.input[layer_idx]), torch.from_numpy(vectors.output[layer_idx]))
 
     def ngram_table(self, layer: int) -> RowTable:
-        """Returns the n-gram table of a decoder layer of the checkpoint: the pack's is written last."""
         return self._source.ngram_table(layer)
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
-        entry = self._dense[role].entry
+        entry = self.dense[role].entry
         row_bytes = entry.num_bytes // entry.shape[0]
         return self._read(layouts.DENSE_FILE, entry.offset + start * row_bytes, (stop - start) * row_bytes)
 
@@ -194,7 +174,7 @@ class _UnfinishedMatrix:
     def __init__(self, weights: _UnfinishedPack, role: str) -> None:
         self._weights = weights
         self._role = role
-        self.num_rows, self.num_cols = weights.shape(role)
+        self.num_rows, self.num_cols = weights.dense[role].role.shape
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self._weights.rows_of(self._role, start, stop).rows(0, stop - start)

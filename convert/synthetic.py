@@ -1,24 +1,21 @@
 """Synthetic packs: a real model's dimensions with random weights, to measure its speed before a download.
 
-Everything that decides speed is as in a pack of the real model: bytes, layout, widths, how many neurons run, how
-popular experts are. The text of a synthetic pack is noise, and its empty source account says so (docs/pack.md,
-section 10).
-
-Weights are drawn as the bytes of a pack: codes from a fast generator, with scales that keep a model's activations sane.
+Bytes, layout, widths, popularity of experts and the share of neurons that run are as in a pack of the real model. The
+text is noise, and the empty source account says so (docs/pack.md, section 10). Weights are drawn as the bytes of a
+pack: codes from a fast generator, with scales that keep a model's activations sane.
 
     x: hidden states of rms 1 after each norm.   gate, up, queries, ...: rows that give activations of deviation 1
     down, attention's output: so small that all layers together turn the hidden state by a few degrees
 
-The hidden state therefore keeps what the embedding gave it: a constant direction, the same for every token, and a part
-of the token's own. The routers read both:
+So the hidden state keeps two parts of the embedding, which the routers read: a constant direction, the same for every
+token, and a part of the token's own.
 
     logit_e = popular_e + own_e . z        z: the token's own part of its normed hidden state, deviation 1 in each row
     own rows of the next layer = C * those of this layer + sqrt(1 - C^2) * new ones, experts renamed
 
-The constant direction has the same value in every dimension, and `popular_e` is read from it. Layer norms without bias
-would take it away: there its sign turns every 128 dimensions, and the weights of the norm before a router turn too. All
-rows are orthogonal, to each other and to the constant, so that logits are independent. The `popular_e` for a popularity
-is found by drawing logits and letting the router choose.
+The constant direction has the same value in every dimension. A layer norm without bias would take it away: there its
+sign turns every 128 dimensions, as the weights of the norm before a router do. All rows are orthogonal to each other
+and to the constant, so that logits are independent. `popular_logits` finds the `popular_e` for a popularity.
 """
 
 import hashlib
@@ -29,7 +26,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
 
 import numpy as np
 import torch
@@ -74,7 +70,7 @@ _RUN = 128  # columns; the scales of a row are of fewer
 
 @dataclass(frozen=True, slots=True)
 class WeightDistribution:
-    """A uniform distribution of random weights, by its mean and its standard deviation."""
+    """A uniform distribution of random weights."""
 
     mean: float
     deviation: float
@@ -154,10 +150,7 @@ def _hidden_rms(spec: formats.ModelSpec) -> float:
 
 
 def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator, is_bounded: bool) -> NDArray[np.float32]:
-    """Returns the values of a convolution's kernel, or of what decays follow from: states remember some time.
-
-    Args:    is_bounded: whether a bound times a sigmoid is the logarithm of a decay.
-    """
+    """Returns the values of a convolution's kernel, or those that decays follow from: states remember some time."""
     generator = np.random.Generator(stream)
     if name.endswith("conv"):
         return generator.normal(0.0, 0.5, num_values).astype(np.float32)
@@ -192,10 +185,7 @@ def _down(spec: formats.ModelSpec, num_neurons: int, weight: float) -> WeightDis
 def random_rows(
     layout: formats.RowLayout, num_rows: int, spreads: Mapping[str, WeightDistribution], stream: np.random.BitGenerator
 ) -> NDArray[np.uint8]:
-    """Returns rows with their CRCs: u8 [num_rows, row_bytes].
-
-    Args:    spreads: the distribution of each part's weights.
-    """
+    """Returns rows with their CRCs, u8 [num_rows, row_bytes]; `spreads` has the distribution of each part's weights."""
     words = stream.random_raw(num_rows * layout.row_bytes // 8)  # a row is a multiple of 16 bytes
     assert isinstance(words, np.ndarray), "an array for a number of words"
     rows = words.astype("<u8", copy=False).view(np.uint8).reshape(num_rows, layout.row_bytes)
@@ -203,17 +193,14 @@ def random_rows(
         section = rows[:, part.offset : part.offset + part.code_bytes]
         scales = rows[:, part.scales_offset : part.bias_offset]
         rows[:, part.bias_offset : part.bias_offset + 4 * part.has_bias] = 0  # no bias
-        if part.format.codec == "bf16":
-            values = even_values(spreads[part.name])
+        if part.format.codec == "bf16" or part.format.keeps_source:
+            values: NDArray[np.uint8] | NDArray[np.uint16] = even_values(spreads[part.name])
+            if part.format.keeps_source:
+                values, scale = nearest_codes(part.format, spreads[part.name])
+                scales[:] = np.tile(scale, part.format.num_groups(layout.num_cols))
             for start in range(0, num_rows, _ROWS_AT_ONCE):
                 block = section[start : start + _ROWS_AT_ONCE]
-                block[:] = values[block[:, : layout.num_cols]].view(np.uint8)
-        elif part.format.keeps_source:
-            codes, scale = nearest_codes(part.format, spreads[part.name])
-            for start in range(0, num_rows, _ROWS_AT_ONCE):
-                block = section[start : start + _ROWS_AT_ONCE]
-                block[:] = codes[block]
-            scales[:] = np.tile(scale, part.format.num_groups(layout.num_cols))
+                block[:] = values[block[:, : part.code_bytes // values.itemsize]].view(np.uint8)
         else:
             stored_scales = trellis_scales if part.format.codec == "trellis" else scales_and_zeros
             scales[:] = stored_scales(part.format, layout.num_cols, spreads[part.name])
@@ -244,7 +231,6 @@ def even_values(spread: WeightDistribution) -> NDArray[np.uint16]:
 
 
 def _even(spread: WeightDistribution, count: int) -> NDArray[np.float64]:
-    """Returns `count` values of the distribution, at equal distances."""
     steps = (np.arange(count) - (count - 1) / 2) / math.sqrt((count**2 - 1) / 12)
     return np.asarray(spread.mean + spread.deviation * steps)
 
@@ -307,10 +293,7 @@ _LEAST = 0.02  # of an even share: with experts that no token chooses, the model
 
 
 def skewed_popularity(spec: formats.ModelSpec, skew: float, seed: int) -> Floats:
-    """Returns the share of tokens for each expert, [L, E], by Zipf's law: that of the r-th is as `r ** -skew`.
-
-    The order of the experts is drawn for each layer.
-    """
+    """Returns the share of tokens for each expert, [L, E], by Zipf's law: as `r ** -skew`, with drawn ranks r."""
     E = spec.router.num_experts
     shares = _shares(np.arange(1.0, E + 1) ** -skew, spec.router.num_experts_per_tok)
     generator = np.random.Generator(random_stream(seed, _RANKS))
@@ -318,10 +301,7 @@ def skewed_popularity(spec: formats.ModelSpec, skew: float, seed: int) -> Floats
 
 
 def profiled_popularity(spec: formats.ModelSpec, profile: Profile) -> Floats:
-    """Returns the share of the profile's tokens that chose each expert, [L, E].
-
-    Raises:  PlanError if the profile has other layers or experts.
-    """
+    """Returns the share of the profile's tokens for each expert, [L, E]; PlanError for other layers or experts."""
     profiled = (len(profile.spec.moe_layers), profile.spec.router.num_experts)
     L, E = len(spec.moe_layers), spec.router.num_experts
     if profiled != (L, E):
@@ -348,10 +328,7 @@ def _shares(weights: Floats, k: int) -> Floats:
 
 
 def popular_logits(shares: Floats, router: formats.RouterSpec, seed: int) -> Floats:
-    """Returns what to add to the random logits of each expert, [E], so that these shares of tokens choose it.
-
-    Args:    shares: [E]; they add up to the number of experts a token.
-    """
+    """Returns the constant logits, [E], with which these shares of tokens, [E], choose experts; shares add up to k."""
     E = len(shares)
     if np.ptp(shares) < 1e-9:
         return np.zeros(E)
@@ -422,10 +399,16 @@ _PLACES = ("/dev/shm", "/run/shm", "/tmp")
 def link_memory_folder(output: Path, needed_bytes: int) -> Path:
     """Makes `output` a link to a folder in a file system in memory, and returns that folder; both may exist already.
 
-    Args:    needed_bytes: that will be written.
     Raises:  ConversionError if `output` is something else, or there is too little memory or no such file system.
     """
-    place = _memory_place()
+    mounts = [line.split(" ") for line in (_MOUNTS.read_text("utf-8").splitlines() if _MOUNTS.exists() else ())]
+    in_memory = {fields[1] for fields in mounts if fields[2] in ("tmpfs", "ramfs")}
+    place = next((Path(place) for place in _PLACES if place in in_memory and os.access(place, os.W_OK)), None)
+    if place is None:
+        raise formats.ConversionError(
+            "--in-memory: found no file system in memory to write to (tmpfs at "
+            f"{', '.join(_PLACES)}); remove --in-memory"
+        )
     name = hashlib.sha256(str(output.absolute()).encode()).hexdigest()[:12]
     folder = place / f"moe-pack-{user_number()}-{name}"
     if output.is_symlink():
@@ -439,7 +422,8 @@ def link_memory_folder(output: Path, needed_bytes: int) -> Path:
         )
     if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != user_number()):
         raise formats.ConversionError(f"{folder}: belongs to another user; give another --output")
-    _check_free(place, needed_bytes - _written_bytes(folder))
+    written_bytes = sum(512 * path.stat().st_blocks for path in folder.iterdir()) if folder.exists() else 0
+    _check_free(place, needed_bytes - written_bytes)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if not output.is_symlink():
@@ -452,36 +436,16 @@ def link_memory_folder(output: Path, needed_bytes: int) -> Path:
     return folder
 
 
-def _memory_place() -> Path:
-    lines = _MOUNTS.read_text("utf-8").splitlines() if _MOUNTS.exists() else []
-    mounts = [line.split(" ") for line in lines]
-    in_memory = {fields[1] for fields in mounts if fields[2] in ("tmpfs", "ramfs")}
-    for place in _PLACES:
-        if place in in_memory and os.access(place, os.W_OK):
-            return Path(place)
-    raise formats.ConversionError(
-        f"--in-memory: found no file system in memory to write to (tmpfs at {', '.join(_PLACES)}); remove --in-memory"
-    )
-
-
-def _written_bytes(folder: Path) -> int:
-    """Returns the bytes that an earlier run has written."""
-    return sum(512 * path.stat().st_blocks for path in folder.iterdir()) if folder.exists() else 0
-
-
 def _check_free(place: Path, needed_bytes: int) -> None:
-    """Checks that the file system and the memory of the machine have so many free bytes."""
     free_bytes = shutil.disk_usage(place).free
+    found = f"{place} has {free_bytes:,} bytes free"
+    line = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text("utf-8"), re.MULTILINE)
+    if free_bytes >= needed_bytes and line:
+        free_bytes = 1024 * int(line[1])
+        found = f"this machine has {free_bytes:,} bytes of memory free"
     if free_bytes < needed_bytes:
         raise formats.ConversionError(
-            f"--in-memory: {place} has {free_bytes:,} bytes free, expected {needed_bytes:,}; "
-            "give fewer --layers, or remove --in-memory"
-        )
-    line = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text("utf-8"), re.MULTILINE)
-    if line and 1024 * int(line[1]) < needed_bytes:
-        raise formats.ConversionError(
-            f"--in-memory: this machine has {1024 * int(line[1]):,} bytes of memory free, expected {needed_bytes:,}; "
-            "give fewer --layers, or remove --in-memory"
+            f"--in-memory: {found}, expected {needed_bytes:,}; give fewer --layers, or remove --in-memory"
         )
 
 
@@ -501,10 +465,7 @@ class SyntheticTraits:
 
 
 def synthetic_layout(spec: formats.ModelSpec, plan: formats.Plan) -> formats.PackLayout:
-    """Returns the layout of a synthetic pack; tensors that are not quantized are bfloat16.
-
-    Raises:  PlanError if the plan does not fit the model.
-    """
+    """Returns the layout of a synthetic pack, bfloat16 where not quantized; PlanError if the plan does not fit."""
     spec, plan = _without_repeats(spec, plan)
     return layouts.pack_layout(spec, plan, specs.usual_dtypes(spec))
 
@@ -527,8 +488,7 @@ def synthesize(
 ) -> pipeline.ConversionResult:
     """Writes a synthetic pack into `folder`; continues where a killed run stopped. Same arguments, same bytes.
 
-    Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
-             on_step: called before each change of the disk.   rotation: of the layers; random rows are as random in any
+    Args:    workers, on_step: as for `pipeline.convert`.   rotation: of the layers; random rows are as random in any
              coordinates, so it decides only what the runtime computes.
     Raises:  PlanError if the plan does not fit the model; ConversionError as `convert`.
     """
@@ -538,23 +498,11 @@ def synthesize(
         check_rotation(rotation, plan, spec)
     layout = with_rotation(synthetic_layout(spec, plan), rotation)
     model = _SyntheticModel(layout, traits)
-    account = _account(layout, plan, traits, rotation)
-    writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
-    work = pipeline.ItemWork(
-        lambda item, stop: encoding.MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes
-    )
-    return pipeline.write_pack(writer, layout, account, work, workers, progress)
-
-
-def _account(
-    layout: formats.PackLayout, plan: formats.Plan, traits: SyntheticTraits, rotation: manifests.RotationVectors | None
-) -> PackRecord:
-    spec, seed = layout.spec, traits.seed
     decisions = {
         "sparsity": _digest(np.asarray(traits.sparsity)),
         "popularity": _digest(traits.popularity),
         "path_correlation": repr(traits.path_correlation),
-        "seed": str(seed),
+        "seed": str(traits.seed),
     }
     if traits.theta is not None:
         decisions["theta"] = repr(traits.theta)
@@ -563,10 +511,11 @@ def _account(
     made_with = tuple(
         manifests.PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch")
     )
-    thresholds = _thresholds(spec, plan, traits)
-    return PackRecord(
-        layout, plan, PackOrigin(manifests.NO_SOURCE, (), made_with, decisions), thresholds, rotation=rotation
-    )
+    origin = PackOrigin(manifests.NO_SOURCE, (), made_with, decisions)
+    account = PackRecord(layout, plan, origin, _thresholds(layout.spec, plan, traits), rotation=rotation)
+    writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
+    work = pipeline.ItemWork(lambda item, _: encoding.MadeItem(model.item_bytes(item)), lambda item: 2 * item.num_bytes)
+    return pipeline.write_pack(writer, layout, account, work, workers, progress)
 
 
 def _digest(values: Floats) -> str:
@@ -581,17 +530,12 @@ class _SyntheticModel:
         self._layout = layout
         self._seed = traits.seed
         self._dense = {dense.role.name: (number, dense) for number, dense in enumerate(layout.dense)}
-        self._routers = {
-            f"layers.{layer}.router": bf16_bits(weights)
-            for layer, weights in zip(
-                spec.moe_layers,
-                router_weights(spec, traits.popularity, traits.path_correlation, traits.seed),
-                strict=True,
-            )
-        }
+        weights = router_weights(spec, traits.popularity, traits.path_correlation, traits.seed)
+        named = zip(spec.moe_layers, weights, strict=True)
+        self._routers = {f"layers.{layer}.router": bf16_bits(rows) for layer, rows in named}
 
-    def item_bytes(self, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
-        """Returns the bytes of a dense tensor, rows of a table or an extent: u8 [item.num_bytes]; needs no `stop`."""
+    def item_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
+        """Returns the bytes of a dense tensor, rows of a table or an extent: u8 [item.num_bytes]."""
         if item.kind == "dense":
             number, dense = self._dense[item.role]
             key = (number, item.first_row) if item.first_row else (number,)
@@ -627,7 +571,6 @@ def _random_experts(spec: formats.ModelSpec, num_tokens: int, stream: np.random.
 
 
 def _random_table(table: layouts.NgramLayout, item: layouts.Item, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
-    """Returns rows of an n-gram table, whose values have a deviation of 1: u8 [item.num_bytes]."""
     rows = np.zeros((item.num_bytes // table.rows.row_bytes, table.rows.row_bytes), np.uint8)
     values = random_matrix(len(rows), table.rows.num_cols, WeightDistribution(0.0, 1.0), stream)
     rows[:, : table.rows.crc_offset] = values
@@ -636,7 +579,6 @@ def _random_table(table: layouts.NgramLayout, item: layouts.Item, stream: np.ran
 
 
 def _random_extent(spec: formats.ModelSpec, expert: formats.ExpertLayout, key: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Returns an expert's selector, records and extra values, which are zero: u8 [num_bytes]."""
     spreads, stream = expert_spreads(spec), random_stream(*key)
     halves = [random_rows(rows, expert.num_rows, spreads, stream) for rows in (expert.selector, expert.records) if rows]
     if expert.extra is not None:
@@ -671,7 +613,6 @@ def _quantile(
     sparsity: float,
     seed: int,
 ) -> float:
-    """Returns the quantile of `abs(a)` over random tokens and experts of one format."""
     tokens = _random_tokens(spec, seed)
     layout = layouts.expert_layout(expert, plan.selector, spec.expert, spec.hidden_size)
     samples, number = list[Tensor](), 0

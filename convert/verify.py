@@ -1,11 +1,8 @@
-"""Compares a finished pack with its checkpoint, and describes it.
+"""Compares a finished pack with its checkpoint, for `verify`, and describes it, for `inspect`."""
 
-- comparison, for `verify`: every weight of a pack with the checkpoint's, and the logits of both on some text;
-- description, for `inspect`: the model, bytes by part, formats by layer and expert, as facts for a table or for JSON.
-"""
-
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -53,25 +50,19 @@ class LogitsError:
 
 
 def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
-    """Checks that the checkpoint has the tensors that the pack's `source.json` names.
-
-    Raises:  PackError with the name of the first tensor that differs.
-    """
+    """Raises PackError with the first tensor of the pack's `source.json` that the checkpoint does not have so."""
     _, tensors = checkpoint.account()
     account = manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes())
-    packed = {tensor.name: (tensor.dtype, tensor.shape) for tensor in account.tensors}
-    given = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    packed, given = (
+        {tensor.name: f"{tensor.dtype} {list(tensor.shape)}" for tensor in each} for each in (account.tensors, tensors)
+    )
     for name in sorted(packed.keys() | given.keys()):
         if packed.get(name) != given.get(name):
             raise PackError(
-                f"--against {checkpoint.folder}: tensor {name!r} is {_tensor_text(given.get(name))} there and "
-                f"{_tensor_text(packed.get(name))} in the pack's source; give the checkpoint that the pack was "
+                f"--against {checkpoint.folder}: tensor {name!r} is {given.get(name, 'missing')} there and "
+                f"{packed.get(name, 'missing')} in the pack's source; give the checkpoint that the pack was "
                 f"made from"
             )
-
-
-def _tensor_text(tensor: tuple[str, tuple[int, ...]] | None) -> str:
-    return "missing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"
 
 
 class _Sums:
@@ -98,16 +89,14 @@ class _Sums:
         if error == 0 or part is None or not part.is_quantized:
             return error == 0
         chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
-        return _cosine(source, stored) > (min(_RELATED, chance) if part.bits == 1 else _RELATED)
+        x, y = (rows.flatten().double() for rows in (source, stored))
+        return float(torch.nn.functional.cosine_similarity(x, y, dim=0)) > (
+            min(_RELATED, chance) if part.bits == 1 else _RELATED
+        )
 
     def result(self, matrix: str, stored_as: str) -> MatrixError:
-        """Returns the errors over all weights that were added."""
         relative = self.error / self.weight if self.weight else 0.0
         return MatrixError(matrix, stored_as, self.num_weights, self.error / self.num_weights, relative, self.largest)
-
-
-def _cosine(x: Tensor, y: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(x.flatten().double(), y.flatten().double(), dim=0))
 
 
 def _compare_dense(
@@ -268,10 +257,7 @@ def logits_error(source: Tensor, packed: Tensor) -> LogitsError:
 def compare_logits(
     pack: Pack, checkpoint: Checkpoint, ids: list[int], operations: model.Operations = model.TORCH
 ) -> LogitsError:
-    """Returns the difference of both models' predictions of each next token of `ids`.
-
-    An encoder reads `ids`; the decoder then predicts the same tokens as the answer.
-    """
+    """Returns the difference of both models' predictions of each next token of `ids`, as `text_logits` has them."""
     source = text_logits(model.CheckpointWeights(checkpoint), ids)
     return logits_error(source, text_logits(model.PackWeights(pack, torch.device("cpu"), operations), ids))
 
@@ -297,7 +283,7 @@ class LeftOutPart:
 
 
 def left_out(pack: Pack) -> list[LeftOutPart]:
-    """Returns what of the source's tensors is not run, by reason, in the order of `source.json`."""
+    """Returns the source's tensors that are not run, by reason, in the order of `source.json`."""
     found: dict[tuple[Literal["unused", "dropped"], str], list[int]] = {}
     for tensor in manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes()).tensors:
         if tensor.fate == "unused" or tensor.fate == "dropped":
@@ -307,7 +293,7 @@ def left_out(pack: Pack) -> list[LeftOutPart]:
 
 
 def describe(pack: Pack) -> dict[str, Any]:
-    """Returns what `inspect --json` prints: facts of the manifest, and each expert's formats, `[layer][expert]`."""
+    """Returns the JSON of `inspect --json`: facts of the manifest, and each expert's formats, `[layer][expert]`."""
     manifest = pack.manifest
     quality, rounding = read_quality(pack), read_rounding(pack)
     return {
@@ -329,7 +315,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "experts": [
             [
                 {
-                    **{matrix: _part(formats, matrix) for matrix in specs.MATRICES},
+                    **{m: plans.format_text(part) if (part := formats.of(m)) else None for m in specs.MATRICES},
                     "bytes": pack.layout.experts[layer][expert].num_bytes,
                     "threshold": float(pack.thresholds[layer, expert]),
                 }
@@ -350,25 +336,17 @@ def format_runs(pack: Pack) -> list[FormatRun]:
     """Returns all experts in runs: consecutive experts with the same formats, then consecutive layers."""
     runs: list[FormatRun] = []
     for layer, experts in enumerate(pack.index.experts):
-        row = _expert_runs(pack, layer, experts)
+        row, first = list[FormatRun](), 0
+        for formats, alike in itertools.groupby(experts):
+            end = first + len(list(alike))
+            num_bytes = pack.layout.experts[layer][first].num_bytes
+            row.append(FormatRun((layer, layer), (first, end - 1), formats, num_bytes))
+            first = end
         before = [run for run in runs if run.layers[1] == layer - 1]
         if [(run.experts, run.formats) for run in before] == [(run.experts, run.formats) for run in row]:
-            runs[len(runs) - len(before) :] = [
-                FormatRun((run.layers[0], layer), run.experts, run.formats, run.num_bytes) for run in before
-            ]
+            runs[len(runs) - len(before) :] = [replace(run, layers=(run.layers[0], layer)) for run in before]
         else:
             runs += row
-    return runs
-
-
-def _expert_runs(pack: Pack, layer: int, experts: tuple[plans.ExpertFormat, ...]) -> list[FormatRun]:
-    runs: list[FormatRun] = []
-    for expert, formats in enumerate(experts):
-        if runs and runs[-1].formats == formats:
-            runs[-1] = FormatRun((layer, layer), (runs[-1].experts[0], expert), formats, runs[-1].num_bytes)
-        else:
-            num_bytes = pack.layout.experts[layer][expert].num_bytes
-            runs.append(FormatRun((layer, layer), (expert, expert), formats, num_bytes))
     return runs
 
 
@@ -385,8 +363,3 @@ def _routing(pack: Pack) -> dict[str, Any] | None:
         "predictors": [offload.PREDICTORS[routing.best[l]] if l in judged else None for l in layers],
         "recalls": [float(routing.recalls[l, routing.best[l], 0]) if l in judged else None for l in layers],
     }
-
-
-def _part(formats: plans.ExpertFormat, matrix: specs.Matrix) -> str | None:
-    part = formats.of(matrix)
-    return None if part is None else plans.format_text(part)

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -18,91 +17,65 @@ ROOT = Path(__file__).parents[1]
 GLIBC = "2.28"  # of 2018: Debian 10, Ubuntu 18.10, RHEL 8; torch needs it too
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A system to build for. `machine`: as in wheels' names."""
-
-    machine: str
-
-    @property
-    def tag(self) -> str:
-        """The platform tag that the wheel must have."""
-        return f"manylinux_{GLIBC.replace('.', '_')}_{self.machine}"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What setuptools reads to build for this system."""
-        zig = f"{sys.executable} -m ziglang"
-        compiler = f"c++ -target {self.machine}-linux-gnu.{GLIBC}"
-        return {
-            "CC": f"{zig} {compiler}",
-            "CXX": f"{zig} {compiler}",
-            "LDSHARED": f"{zig} {compiler} -shared",
-            "LDCXXSHARED": f"{zig} {compiler} -shared",
-            "AR": f"{zig} ar",
-            "CFLAGS": "",
-            "LDFLAGS": "-s",
-            "MOE_PACK_NATIVE": "required",
-            "_PYTHON_HOST_PLATFORM": f"linux-{self.machine}",
-        }
+MACHINES = ("x86_64", "aarch64")  # as in wheels' names
 
 
-TARGETS = (Target("x86_64"), Target("aarch64"))
+def environment_for(machine: str) -> dict[str, str]:
+    """Returns the variables with which setuptools builds for a machine."""
+    zig = f"{sys.executable} -m ziglang"
+    compiler = f"{zig} c++ -target {machine}-linux-gnu.{GLIBC}"
+    return {
+        **os.environ,
+        **dict.fromkeys(("CC", "CXX"), compiler),
+        **dict.fromkeys(("LDSHARED", "LDCXXSHARED"), f"{compiler} -shared"),
+        "AR": f"{zig} ar",
+        "CFLAGS": "",
+        "LDFLAGS": "-s",
+        "MOE_PACK_NATIVE": "required",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+    }
 
 
 def run_python(module: str, *arguments: str, environment: dict[str, str]) -> None:
-    """Runs a module of this Python.
-
-    Raises:  subprocess.CalledProcessError if it fails.
-    """
+    """Runs a module of this Python; raises subprocess.CalledProcessError if it fails."""
     subprocess.run([sys.executable, "-m", module, *arguments], check=True, env=environment)
 
 
-def build(target: Target, folder: Path) -> Path:
+def build(machine: str, folder: Path) -> Path:
     """Builds the wheel for a system from the files that git lists, and returns its path in `folder`.
 
     Raises:  subprocess.CalledProcessError if a program fails; ValueError if the wheel needs a newer system.
     """
-    environment = os.environ | target.environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = environment_for(machine)
     with tempfile.TemporaryDirectory() as scratch:
         source, built = Path(scratch) / "source", Path(scratch) / "built"
         subprocess.run(["git", "clone", "--quiet", ROOT, source], check=True)
-        run_python(
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            str(built),
-            str(source),
-            environment=environment,
-        )
+        options = ("--quiet", "--no-deps", "--no-build-isolation", "-w", str(built))
+        run_python("pip", "wheel", *options, str(source), environment=environment)
         (plain,) = built.iterdir()
         before = set(folder.glob("*.whl"))
         run_python("auditwheel", "repair", "--plat", "auto", "-w", str(folder), str(plain), environment=environment)
-        tagged = f"{plain.name.removesuffix(f'-linux_{target.machine}.whl')}-{target.tag}.whl"
+        tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+        tagged = f"{plain.name.removesuffix(f'-linux_{machine}.whl')}-{tag}.whl"
         wheel = folder / tagged
         if not wheel.is_file():
             made = sorted(path.name for path in set(folder.glob("*.whl")) - before)
             raise ValueError(f"{', '.join(made) or 'no wheel'}: expected {tagged}; a source needs a newer glibc")
-    check(wheel, target)
+    check(wheel, machine)
     return wheel
 
 
-def check(wheel: Path, target: Target) -> None:
-    """Checks the extension in a wheel: it is there, for this machine, and needs no library but glibc's.
-
-    Raises:  ValueError if one of these is wrong.
-    """
+def check(wheel: Path, machine: str) -> None:
+    """Raises ValueError unless the extension in a wheel is for this machine and needs no library but glibc's."""
     with ZipFile(wheel) as files:
         name = next((name for name in files.namelist() if name.endswith("/_native.abi3.so")), None)
         if name is None or "-abi3-" not in wheel.name:
             raise ValueError(f"{wheel.name}: has no extension for every Python")
         raw = files.read(name)
-    machine = {62: "x86_64", 183: "aarch64"}.get(int.from_bytes(raw[18:20], "little"))  # e_machine of the ELF header
-    if machine != target.machine:
-        raise ValueError(f"{wheel.name}: its extension is for {machine}")
+    found = {62: "x86_64", 183: "aarch64"}.get(int.from_bytes(raw[18:20], "little"))  # e_machine of the ELF header
+    if found != machine:
+        raise ValueError(f"{wheel.name}: its extension is for {found}")
     others = set(re.findall(rb"\0(lib[\w+-]+\.so[.\d]*)(?=\0)", raw)) - {b"libm.so.6", b"libc.so.6"}
     if others := {name for name in others if not name.startswith((b"libpthread", b"libdl", b"librt"))}:
         raise ValueError(f"{wheel.name}: needs {', '.join(sorted(name.decode() for name in others))}")
@@ -112,8 +85,8 @@ def main() -> None:
     """Builds all wheels into the folder that the command line names."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "wheels").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for target in TARGETS:
-        wheel = build(target, folder)
+    for machine in MACHINES:
+        wheel = build(machine, folder)
         sys.stdout.write(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB\n")
 
 

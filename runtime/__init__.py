@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         DiskFacts,
         FixedCosts,
         MachineFacts,
-        ReadRate,
         WidthRate,
         available_bytes,
         give_back_freed,

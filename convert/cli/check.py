@@ -14,8 +14,7 @@ import click
 from moe_pack import formats
 from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, checkpoint_at, write_output
 from moe_pack.convert.options import CheckLimits
-from moe_pack.formats.base import cli, commands
-from moe_pack.formats.base.errors import MoePackError
+from moe_pack.formats.base import cli, commands, errors
 from moe_pack.formats.hub.cli import PACK_TO_CHECK, pack_folder
 
 if TYPE_CHECKING:
@@ -29,24 +28,21 @@ class CheckOptions:
 
     against: str | None = commands.option_field(
         None,
-        "--against",
-        metavar="PATH",
+        "--against PATH",
         help="The checkpoint that the pack was made from, or a reference of it (moe-pack eval --keep-reference).",
     )
     limits: CheckLimits = field(default_factory=CheckLimits)
     sample: int | None = commands.option_field(
         None,
-        "--sample",
+        "--sample N",
         least=256,
-        metavar="N",
         help=f"Number of tokens on which the loss is measured.  [default: {EVAL_TOKENS}]",
     )
     as_json: bool = commands.option_field(False, "--json", help="Print the checks as JSON, with numbers.")
     summary: Path | None = commands.option_field(
         None,
-        "--summary",
+        "--summary FILE",
         path="file",
-        metavar="FILE",
         help="Also append the checks as a Markdown table to FILE, such as $GITHUB_STEP_SUMMARY.",
     )
     junit: Path | None = commands.option_field(
@@ -94,27 +90,29 @@ def check_command(pack: Path, options: CheckOptions) -> None:
       2  the command is wrong
       3  something could not be checked: the pack or its source cannot be had, or a loss is unknown
     """
-    from moe_pack.convert.checks import exit_code_of, junit_xml, markdown_table
+    from moe_pack.convert import checks
 
     with ExitStack() as stack:
-        checks, quality, root = _checked(pack_folder(pack), options, stack)
-    exit_code = exit_code_of(checks)
+        found, quality, root = _checked(pack_folder(pack), options, stack)
+    exit_code = checks.exit_code_of(found)
     title = f"moe-pack check {pack}"
     if options.junit is not None:
-        write_output(options.junit, junit_xml(checks, title), "--junit")
+        write_output(options.junit, checks.junit_xml(found, title), "--junit")
     if options.summary is not None:
-        write_output(options.summary, markdown_table(checks, title).encode(), "--summary", appends=True)
+        write_output(options.summary, checks.markdown_table(found, title).encode(), "--summary", appends=True)
     if options.as_json:
         facts = {
             "pack": str(pack),
             "root": root,
             "passed": exit_code == 0,
-            "checks": [formats.dump(check) for check in checks],
+            "checks": [formats.dump(check) for check in found],
         }
         click.echo(json.dumps({**facts, "quality": None if quality is None else formats.dump(quality)}, indent=2))
     else:
-        for line in _check_lines(checks):
-            click.echo(line)
+        width = max(len(check.allowed) for check in found)
+        click.echo(f"{'check':10} {'':7} {'allowed':{width}} found")
+        for check in found:
+            click.echo(f"{check.name:10} {check.status:7} {check.allowed:{width}} {check.found}".rstrip())
     click.get_current_context().exit(exit_code)
 
 
@@ -122,16 +120,7 @@ def _checked(
     folder: Path, options: CheckOptions, stack: ExitStack
 ) -> tuple[list[CheckResult], Quality | None, str | None]:
     """Returns all checks, the pack's loss, and the pack's root."""
-    from moe_pack.convert.checks import (
-        CheckResult,
-        check_budget,
-        check_bytes,
-        check_digests,
-        check_losses,
-        check_schema,
-        check_tensors,
-        timed,
-    )
+    from moe_pack.convert import checks
 
     if not folder.exists():
         raise formats.PackError(f"{folder}: no such folder; give a pack")
@@ -139,21 +128,25 @@ def _checked(
     if options.against is not None and options.evaluation.reference_file is None:
         checkpoint = checkpoint_at(options.against)
         stack.callback(checkpoint.close)
-    pack, schema = check_schema(folder)
+    pack, schema = checks.check_schema(folder)
     if pack is None:
         names = ("digests", "tensors", "kl", "perplexity", "bytes", "budget")
-        return [schema, *(CheckResult(name, "unchecked", "not a valid pack") for name in names)], None, None
+        return [schema, *(checks.CheckResult(name, "unchecked", "not a valid pack") for name in names)], None, None
     stack.callback(pack.close)
     with cli.TerminalProgress() as progress:
-        checks = [schema, timed(lambda: check_digests(pack, progress)), timed(lambda: check_tensors(pack, checkpoint))]
-    is_intact = all(check.status != "failed" for check in checks)
+        found = [
+            schema,
+            checks.timed(lambda: checks.check_digests(pack, progress)),
+            checks.timed(lambda: checks.check_tensors(pack, checkpoint)),
+        ]
+    is_intact = all(check.status != "failed" for check in found)
     start = time.monotonic()
     quality, origin = _quality(pack, options, is_intact)
     seconds = time.monotonic() - start
-    kl, perplexity = check_losses(quality, options.limits, origin)
-    checks += [replace(kl, seconds=seconds), perplexity]  # one measurement gives both
-    checks += [check_bytes(pack, options.limits), check_budget(pack, options.limits)]
-    return checks, quality, pack.manifest.root
+    kl, perplexity = checks.check_losses(quality, options.limits, origin)
+    found += [replace(kl, seconds=seconds), perplexity]  # one measurement gives both
+    found += [checks.check_bytes(pack, options.limits), checks.check_budget(pack, options.limits)]
+    return found, quality, pack.manifest.root
 
 
 def _quality(pack: formats.Pack, options: CheckOptions, is_intact: bool) -> tuple[Quality | None, str]:
@@ -166,7 +159,7 @@ def _quality(pack: formats.Pack, options: CheckOptions, is_intact: bool) -> tupl
             return None, "not measured, because an earlier check failed"
         try:
             quality = measure_loss(pack, options.evaluation)
-        except MoePackError as fault:
+        except errors.MoePackError as fault:
             return None, str(fault)
         return quality, f"{quality.num_tokens:,} tokens"
     stored = read_quality(pack)
@@ -175,10 +168,3 @@ def _quality(pack: formats.Pack, options: CheckOptions, is_intact: bool) -> tupl
     if not options.limits.of_loss:
         return None, "not measured"
     return None, f"{QUALITY_FILE} does not have the loss of this content; give the checkpoint or a reference: --against"
-
-
-def _check_lines(checks: list[CheckResult]) -> list[str]:
-    """Returns the checks as a table for people."""
-    width = max(len(check.allowed) for check in checks)
-    lines = [f"{'check':10} {'':7} {'allowed':{width}} found"]
-    return lines + [f"{c.name:10} {c.status:7} {c.allowed:{width}} {c.found}".rstrip() for c in checks]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from moe_pack import formats
+from moe_pack.convert import plan
 from moe_pack.convert.cli.options import INTERRUPTED, known_facts, quiet_ray
 from moe_pack.convert.options import PackOrder
 from moe_pack.formats.base import cli
@@ -16,7 +17,6 @@ from moe_pack.formats.hub.cli import CHECKPOINT
 
 if TYPE_CHECKING:
     from moe_pack.convert.making import MadePack, PackForTarget
-    from moe_pack.convert.plan import Target
 
 
 @click.command("convert")
@@ -62,8 +62,7 @@ def convert_command(path: str, options: PackOrder) -> None:
 
 
 def _pack_lines(made: MadePack, order: PackOrder) -> list[str]:
-    """Returns what was converted, measured and attached, as lines for people."""
-    from moe_pack.convert.cli.measure import attached_line, threshold_lines
+    from moe_pack.convert.cli import measure
     from moe_pack.runtime.quality import bits_per_weight
 
     output, result = made.output, made.conversion
@@ -80,23 +79,21 @@ def _pack_lines(made: MadePack, order: PackOrder) -> list[str]:
         size = formats.size_text(content)
         lines = [f"{output}: {size}, {bits:.2f} bits an expert weight, in {made.seconds:.1f} s{how}"]
     if made.thresholds is not None:
-        lines += threshold_lines(output, layers, made.thresholds)
+        lines += measure.threshold_lines(output, layers, made.thresholds)
     if made.routing is not None:
-        lines.append(attached_line(output, made.routing))
+        lines.append(f"{output}: {measure.routing_text(output, made.routing)}")
     return lines + _rounding_lines(output)
 
 
 def _rounding_lines(output: Path) -> list[str]:
-    """Returns which experts lose much, if that was measured, as lines for people; `inspect` says more."""
-    from moe_pack.convert.account import read_rounding, warning_lines
+    from moe_pack.convert import account
 
     with formats.Pack(output) as pack:
-        rounding = read_rounding(pack)
-        return [] if rounding is None else warning_lines(pack, rounding)
+        rounding = account.read_rounding(pack)
+        return [] if rounding is None else account.warning_lines(pack, rounding)
 
 
 def _result_lines(made: PackForTarget) -> list[str]:
-    """Returns the loss of the pack and how to run it, as lines for people."""
     from moe_pack.convert import loss_text
 
     result, output, target = made.result, made.output, made.target
@@ -114,9 +111,8 @@ def _result_lines(made: PackForTarget) -> list[str]:
     return lines
 
 
-def _run_line(output: Path, target: Target) -> str:
+def _run_line(output: Path, target: plan.Target) -> str:
     """Returns the command that runs the pack as planned, on this machine if it can."""
-    from moe_pack.convert.plan import kv_text
     from moe_pack.runtime.engine import machine
 
     if target.budget_bytes is None:
@@ -126,7 +122,7 @@ def _run_line(output: Path, target: Target) -> str:
     if target.device == "cuda" and not has_gpu:
         return f"run it here, on the CPU: moe-run {output}; where the GPU is: moe-run {output} --budget {budget}"
     device = " --device cpu" if has_gpu and target.device == "cpu" else ""  # where moe-run would take the GPU
-    kv_dtype = "" if kv_text(target) is None else f" --kv-dtype {target.kv_dtype}"
+    kv_dtype = "" if plan.kv_text(target) is None else f" --kv-dtype {target.kv_dtype}"
     return f"run it: moe-run {output}{device} --budget {budget}{kv_dtype}"
 
 

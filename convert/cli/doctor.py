@@ -19,13 +19,12 @@ class DoctorOptions:
 
     path: Path = commands.option_field(
         Path(),
-        "--path",
-        metavar="DIR",
+        "--path DIR",
         help="A folder on the disk to measure: a pack, whose files are read, or another folder, where a "
         "file of up to 1 GiB is written and removed.  [default: the current folder]",
     )
     seconds: float = commands.option_field(
-        0.5, "--seconds", least=0.001, most=60, metavar="S", help="Time for each of some 90 measurements."
+        0.5, "--seconds S", least=0.001, most=60, help="Time for each of some 90 measurements."
     )
     as_json: bool = commands.option_field(False, "--json", help="Print the measurements as JSON.")
 
@@ -58,12 +57,8 @@ def doctor_command(options: DoctorOptions) -> None:
 
 
 def _disk_lines(disk: runtime.DiskFacts, path: Path, from_pack: bool) -> list[str]:
-    """Returns the figures of a disk as lines for people.
-
-    Args:    from_pack: whether the files of a pack were read.
-    """
     files = "of this pack" if from_pack else "in a file of its own"
-    rates = {(rate.mode, rate.size): rate for rate in disk.best}
+    rates = {(rate.mode, rate.size): f"{rate.rate / 1e6:,.0f} ({rate.threads:>2})" for rate in disk.best}
     lines = [
         f"disk {disk.name or 'without a name'}, at {path.resolve()}: {formats.size_text(disk.file_bytes)} {files}",
         "",
@@ -71,7 +66,7 @@ def _disk_lines(disk: runtime.DiskFacts, path: Path, from_pack: bool) -> list[st
         f"{'size':>8} {'direct':>14} {'pread':>14} {'map':>14}",
     ]
     for size in sorted({rate.size for rate in disk.best}):
-        cells = (_rate_cell(rates.get((mode, size))) for mode in ("direct", "pread", "map"))
+        cells = (rates.get((mode, size), "-") for mode in ("direct", "pread", "map"))
         lines.append(f"{_round_size(size):>8} " + " ".join(f"{cell:>14}" for cell in cells))
     share = disk.cutover(_ROW_BYTES, _ROWS, _ROWS * _ROW_BYTES)
     return [
@@ -106,15 +101,7 @@ def _other_lines(facts: runtime.MachineFacts) -> list[str]:
     return [*lines, f"link to {link.name} with {formats.size_text(link.memory_bytes)}, GB/s by size: {rates}"]
 
 
-def _rate_cell(rate: runtime.ReadRate | None) -> str:
-    return "-" if rate is None else f"{rate.rate / 1e6:,.0f} ({rate.threads:>2})"
-
-
 def _by_width(rates: tuple[runtime.WidthRate, ...], num_weights: int = 1) -> str:
-    """Returns rates by the bits of a weight.
-
-    Args:    num_weights: that a width counts.
-    """
     return ", ".join(f"{rate.width / num_weights:g}: {rate.rate / 1e9:.1f}" for rate in rates)
 
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moe_pack import formats
+from moe_pack import formats, runtime
+from moe_pack.calib import evaluate
 from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, checkpoint_at
 from moe_pack.convert.options import chosen_device
 from moe_pack.formats.base import cli
 from moe_pack.formats.hub.cli import PACK, pack_folder
+from moe_pack.runtime import model
 from moe_pack.runtime.engine.numerics import read_numerics
 
 if TYPE_CHECKING:
-    from moe_pack.calib import evaluate
-    from moe_pack.formats import Pack
     from moe_pack.runtime.quality import Estimate, Prices, Quality, SourceQuality
 
 _MUCH_TAIL = 0.02  # of a prediction's mass outside the reference's outcomes
@@ -36,13 +36,15 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
 
     The models run layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
     """
-    from moe_pack.convert.cli.measure import measure_loss, numerics_summary
-    from moe_pack.formats import Pack
+    from moe_pack.convert.cli import measure
 
-    with Pack(pack_folder(pack)) as opened:
+    with formats.Pack(pack_folder(pack)) as opened:
         # Tasks are read first: a wrong line would otherwise be found after hours.
-        tasks = None if options.tasks is None else _tasks(opened, options.tasks)
-        quality = measure_loss(opened, options)
+        tasks = None
+        if options.tasks is not None:
+            evaluate.check_continues(opened.spec)
+            tasks = evaluate.read_tasks(options.tasks, runtime.Text(opened), opened.spec.max_position_embeddings)
+        quality = measure.measure_loss(opened, options)
         scores = {} if tasks is None else _scores(opened, tasks, options)
         root, numerics = opened.manifest.root, read_numerics(opened)
     if options.as_json:
@@ -58,37 +60,27 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
     for line in [*quality_lines(quality), *score_lines(scores)]:
         click.echo(line)
     if numerics is not None:
-        click.echo(f"{'numerics':12} {numerics_summary(numerics)}")
+        click.echo(f"{'numerics':12} {measure.numerics_summary(numerics)}")
 
 
-def _tasks(pack: Pack, file: Path) -> evaluate.TaskTokens:
-    from moe_pack.calib.evaluate import check_continues, read_tasks
-    from moe_pack.runtime import Text
-
-    check_continues(pack.spec)
-    return read_tasks(file, Text(pack), pack.spec.max_position_embeddings)
-
-
-def _scores(pack: Pack, tasks: evaluate.TaskTokens, options: EvalOptions) -> dict[str, evaluate.TaskScore]:
-    """Returns how the pack answers tasks and, if a checkpoint is given, how the source does."""
-    from moe_pack.calib.evaluate import task_score
-    from moe_pack.runtime.model import operations_for
-
+def _scores(pack: formats.Pack, tasks: evaluate.TaskTokens, options: EvalOptions) -> dict[str, evaluate.TaskScore]:
     device = chosen_device(options.device)
     scores = {}
     with ExitStack() as stack:
         progress = stack.enter_context(cli.TerminalProgress())
-        operations = stack.enter_context(operations_for(device))
-        scores["pack"] = task_score(pack, tasks, pack.folder / "tasks.work", progress, device, operations)
+        operations = stack.enter_context(model.operations_for(device))
+        scores["pack"] = evaluate.task_score(pack, tasks, pack.folder / "tasks.work", progress, device, operations)
         if options.against is not None and options.reference_file is None:
             checkpoint = checkpoint_at(options.against)
             stack.callback(checkpoint.close)
-            scores["source"] = task_score(checkpoint, tasks, pack.folder / "tasks-source.work", progress, device)
+            scores["source"] = evaluate.task_score(
+                checkpoint, tasks, pack.folder / "tasks-source.work", progress, device
+            )
     return scores
 
 
 def quality_lines(quality: Quality) -> list[str]:
-    """Returns what was measured as lines for people."""
+    """Returns a pack's quality as lines for people."""
     sparsity = "-" if quality.sparsity is None else f"{quality.sparsity:.1%} of neurons do not run"
     rows = [
         ("text", f"{quality.text}; {quality.num_tokens:,} tokens predicted, in sequences of {quality.sequence_length}"),
@@ -134,7 +126,10 @@ def _price_rows(prices: Prices) -> list[tuple[str, str]]:
     return [
         ("prices", f"on {prices.num_tokens:,} tokens, compared with the same pack; sparsity: with all neurons running"),
         *(
-            (f"  {price.sparsity:.0%} sparse", f"{nats(price.kl)}, perplexity {percent(price.perplexity_increase)}")
+            (
+                f"  {price.sparsity:.0%} sparse",
+                f"{nats(price.kl)}, perplexity {percent(price.perplexity_increase)}",
+            )
             for price in prices.sparsity
         ),
         (
@@ -154,7 +149,7 @@ def _price_rows(prices: Prices) -> list[tuple[str, str]]:
 
 
 def score_lines(scores: dict[str, evaluate.TaskScore]) -> list[str]:
-    """Returns how tasks were answered as lines for people."""
+    """Returns the scores of tasks as lines for people."""
     from moe_pack.convert.cli.measure import percent
 
     return [

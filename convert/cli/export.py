@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from moe_pack import formats
+from moe_pack.convert import export
 from moe_pack.convert.cli.options import INTERRUPTED
 from moe_pack.convert.options import Dtype, GgufType
+from moe_pack.formats import gguf
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK
+from moe_pack.runtime import model
 
 if TYPE_CHECKING:
-    from moe_pack.convert import export
-    from moe_pack.convert.export import ExportWork
     from moe_pack.convert.verify import LogitsError
-    from moe_pack.formats import Pack
 
 ExportFormat = Literal["safetensors", "compressed-tensors", "gguf"]
 # Mark the options of some formats alone.
@@ -38,9 +38,7 @@ class ExportOptions:
             "vLLM and transformers load them; all other weights in 16 bit. gguf: for llama.cpp.",
         )
     )
-    output: Path = field(
-        metadata=formats.option("--output", "-o", metavar="DIR", help="The folder to write, new or empty.")
-    )
+    output: Path = field(metadata=formats.option("--output", "-o DIR", help="The folder to write, new or empty."))
     dtype: Dtype | None = commands.option_field(
         None,
         "--dtype",
@@ -74,15 +72,13 @@ class ExportOptions:
     )
     shard_bytes: int | None = commands.option_field(
         None,
-        "--shard-size",
-        metavar="SIZE",
+        "--shard-size SIZE",
         help="The most bytes in a file.  [default: 5G; with gguf 45G]",
         parse=commands.read_size,
     )
     compare_tokens: int = commands.option_field(
         64,
-        "--compare-tokens",
-        metavar="N",
+        "--compare-tokens N",
         least=0,
         help="Compare the logits of the export and of the pack on N tokens of a passage of ours; 0 does not.",
     )
@@ -104,31 +100,14 @@ class ExportOptions:
             )
 
 
-def _plain(pack: Pack, options: ExportOptions, work: ExportWork) -> export.ExportResult:
-    from moe_pack.convert.export import export_plain
-
-    return export_plain(pack, options.output, options.dtype, work)
-
-
-def _compressed(pack: Pack, options: ExportOptions, work: ExportWork) -> export.ExportResult:
-    from moe_pack.convert.export import export_compressed
-
+def _exported(pack: formats.Pack, options: ExportOptions, work: export.ExportWork) -> export.ExportResult:
+    if options.to == "gguf":
+        return export.export_gguf(pack, options.output, options.type, work)
+    if options.to == "safetensors":
+        return export.export_plain(pack, options.output, options.dtype, work)
     width: Literal[4, 8] | None = None if options.bits is None else 4 if options.bits == "4" else 8
     group = None if options.group_size is None else int(options.group_size)
-    return export_compressed(pack, options.output, options.dtype, width, group, work)
-
-
-def _gguf(pack: Pack, options: ExportOptions, work: ExportWork) -> export.ExportResult:
-    from moe_pack.convert.export import export_gguf
-
-    return export_gguf(pack, options.output, options.type, work)
-
-
-_EXPORTS: dict[ExportFormat, Callable[[Pack, ExportOptions, ExportWork], export.ExportResult]] = {
-    "safetensors": _plain,
-    "compressed-tensors": _compressed,
-    "gguf": _gguf,
-}
+    return export.export_compressed(pack, options.output, options.dtype, width, group, work)
 
 
 @click.command("export")
@@ -145,20 +124,17 @@ def export_command(pack: Path, options: ExportOptions) -> None:
     import torch
 
     from moe_pack.convert.cli.measure import compared_ids
-    from moe_pack.convert.export import GGUF_BYTES, SHARD_BYTES, ExportWork, compare_export
-    from moe_pack.formats import Pack
-    from moe_pack.runtime.model import operations_for
 
-    with Pack(pack) as opened, operations_for(torch.device("cpu")) as operations:
+    with formats.Pack(pack) as opened, model.operations_for(torch.device("cpu")) as operations:
         with cli.TerminalProgress() as progress:
-            usual = GGUF_BYTES if options.to == "gguf" else SHARD_BYTES
-            work = ExportWork(operations, options.shard_bytes or usual, progress)
-            result = _EXPORTS[options.to](opened, options, work)
+            usual = export.GGUF_BYTES if options.to == "gguf" else export.SHARD_BYTES
+            work = export.ExportWork(operations, options.shard_bytes or usual, progress)
+            result = _exported(opened, options, work)
         logits = None
         if options.compare_tokens:
             ids = compared_ids(opened, None, options.compare_tokens, "leave out the comparison: --compare-tokens 0")
             with cli.TerminalProgress() as progress, commands.stage_of(progress, "comparing predictions"):
-                logits = compare_export(opened, options.output, ids, operations)
+                logits = export.compare_export(opened, options.output, ids, operations)
         if options.as_json:
             click.echo(json.dumps({"path": str(_written(options.output)), **_as_json(result, logits)}, indent=2))
             return
@@ -167,14 +143,12 @@ def export_command(pack: Path, options: ExportOptions) -> None:
 
 
 def _written(folder: Path) -> Path:
-    """Returns what other programs are given: the folder, or of GGUF the file, or the first of several."""
-    from moe_pack.formats.gguf import find_gguf
-
-    return find_gguf(folder) or folder
+    """Returns the path for other programs: the folder, or of GGUF the file, or the first of several."""
+    return gguf.find_gguf(folder) or folder
 
 
 def _lines(
-    pack: Pack, options: ExportOptions, result: export.ExportResult, logits: LogitsError | None
+    pack: formats.Pack, options: ExportOptions, result: export.ExportResult, logits: LogitsError | None
 ) -> Iterator[str]:
     yield f"{_written(options.output)}: {result.num_tensors:,} tensors, {formats.size_text(result.num_bytes)}"
     if result.resumed_bytes:
@@ -201,7 +175,6 @@ def _lines(
 
 
 def _code_lines(result: export.ExportResult) -> Iterator[str]:
-    """Yields what became of the experts' codes."""
     assert result.formats is not None and result.codes is not None, "the result of an export with codes"
     by_format: dict[export.CodeFormat, list[int]] = {}
     for layer, each in result.formats.items():
@@ -217,7 +190,7 @@ def _code_lines(result: export.ExportResult) -> Iterator[str]:
             "transformers 5 does not read them so in this family"
         )
     for matrix in formats.MATRICES:
-        if (codes := result.codes.matrices.get(matrix)) is not None:
+        if (codes := result.codes.get(matrix)) is not None:
             yield (
                 f"{matrix:4} codes of the pack kept: {codes.carried:,}, quantized again: {codes.quantized:,}; mean "
                 f"error {codes.relative:.3%} of the pack's weights"
@@ -225,7 +198,7 @@ def _code_lines(result: export.ExportResult) -> Iterator[str]:
 
 
 def _as_json(result: export.ExportResult, logits: LogitsError | None) -> dict[str, Any]:
-    codes = None if result.codes is None else result.codes.matrices
+    codes = result.codes
     return {
         "bytes": result.num_bytes,
         "resumed_bytes": result.resumed_bytes,

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from moe_pack import formats
 from moe_pack.convert.cli.options import checkpoint_at
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.formats.pack import plans
 from moe_pack.formats.parts import specs
+from moe_pack.runtime import model, offload
 from moe_pack.runtime.engine.numerics import read_numerics
 
 if TYPE_CHECKING:
     from moe_pack.convert import verify
-    from moe_pack.formats import Pack
 
 
 @click.group(cls=cli.Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -79,35 +80,32 @@ def inspect_command(pack: Path, as_json: bool) -> None:
     This reads and checks the manifest, the index, the source's account and the sidecars only; moe-pack verify checks
     every byte.
     """
-    from moe_pack.convert import describe
-    from moe_pack.convert.account import read_rounding, rounding_lines
-    from moe_pack.convert.cli.measure import numerics_summary, prices_summary, quality_summary, routing_text
-    from moe_pack.formats import Pack
-    from moe_pack.runtime.offload import Routing
+    from moe_pack.convert import account, describe
+    from moe_pack.convert.cli import measure
     from moe_pack.runtime.quality import read_quality
 
     pack = pack_folder(pack)
-    with Pack(pack) as opened:
+    with formats.Pack(pack) as opened:
         if as_json:
             click.echo(json.dumps(describe(opened), indent=2))
             return
         _print_model(opened)
         _print_bytes(opened)
         _print_formats(opened)
-        routing = Routing.open(opened)
-        click.echo(f"attached: {'no routing' if routing is None else routing_text(pack, routing)}")
-        for line in rounding_lines(opened, read_rounding(opened)):
+        routing = offload.Routing.open(opened)
+        click.echo(f"attached: {'no routing' if routing is None else measure.routing_text(pack, routing)}")
+        for line in account.rounding_lines(opened, account.read_rounding(opened)):
             click.echo(line)
         quality = read_quality(opened)
         if quality is not None:
-            click.echo(f"measured: {quality_summary(quality)}")
+            click.echo(f"measured: {measure.quality_summary(quality)}")
         if (numerics := read_numerics(opened)) is not None:
-            click.echo(f"numerics: {numerics_summary(numerics)}")
+            click.echo(f"numerics: {measure.numerics_summary(numerics)}")
         if quality is not None and quality.prices is not None:
-            click.echo(f"prices: {prices_summary(quality.prices)}")
+            click.echo(f"prices: {measure.prices_summary(quality.prices)}")
 
 
-def _print_model(pack: Pack) -> None:
+def _print_model(pack: formats.Pack) -> None:
     from moe_pack.runtime.quality import bits_per_weight
 
     spec, manifest = pack.spec, pack.manifest
@@ -139,7 +137,7 @@ def _millions(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
-def _print_bytes(pack: Pack) -> None:
+def _print_bytes(pack: formats.Pack) -> None:
     from moe_pack.convert.verify import left_out
 
     totals = pack.manifest.totals
@@ -157,10 +155,10 @@ def _print_bytes(pack: Pack) -> None:
 _LEAST_WIDTH = 22  # of a column of formats, letters
 
 
-def _print_formats(pack: Pack) -> None:
+def _print_formats(pack: formats.Pack) -> None:
     from moe_pack.convert import format_runs
 
-    runs = list(format_runs(pack))
+    runs = format_runs(pack)
     texts = [[_part_text(run.formats, pack, matrix) for matrix in specs.MATRICES] for run in runs]
     width = max([_LEAST_WIDTH, *(len(text) for row in texts for text in row)])
     titles = " ".join(f"{matrix:{width}}" for matrix in specs.MATRICES)
@@ -174,8 +172,8 @@ def _print_formats(pack: Pack) -> None:
     click.echo(f"dense matrices: {', '.join(quantized) if quantized else unquantized}; * in the selector")
 
 
-def _rotated_text(pack: Pack) -> str:
-    """Returns which layers store their experts in rotated coordinates, numbered as in the table of formats."""
+def _rotated_text(pack: formats.Pack) -> str:
+    """Returns the layers that store their experts in rotated coordinates, numbered as in the table of formats."""
     import numpy as np
 
     rotated = [pack.rotation is not None and pack.rotation.is_rotated(l) for l in range(len(pack.index.experts))]
@@ -188,8 +186,8 @@ def _rotated_text(pack: Pack) -> str:
     return ", ".join(_span(span) for span in spans)
 
 
-def _part_text(formats: plans.ExpertFormat, pack: Pack, matrix: specs.Matrix) -> str:
-    part = formats.of(matrix)
+def _part_text(expert: plans.ExpertFormat, pack: formats.Pack, matrix: specs.Matrix) -> str:
+    part = expert.of(matrix)
     if part is None:
         return "-"
     selector = pack.layout.experts[0][0].selector
@@ -206,7 +204,7 @@ class VerifyOptions:
     """The options of `verify`."""
 
     against: str | None = commands.option_field(
-        None, "--against", metavar="PATH", help="Also compare with the checkpoint that the pack was made from."
+        None, "--against PATH", help="Also compare with the checkpoint that the pack was made from."
     )
     text: TextIO | None = commands.option_field(
         None, "--text", help="Compare logits on this text; without it, on a passage of ours."
@@ -224,10 +222,9 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
     With --against, also compare every weight with the checkpoint's, and the predictions of both on up to 512 tokens of
     text; one expert at a time is in memory. The exit code is 1 if the pack is damaged or comes from another checkpoint.
     """
-    from moe_pack.formats import Pack
     from moe_pack.formats.pack.reader import audit
 
-    with Pack(pack_folder(pack)) as opened:
+    with formats.Pack(pack_folder(pack)) as opened:
         with cli.TerminalProgress() as progress:
             audit(opened, progress)
         if not options.as_json:
@@ -240,32 +237,29 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
             click.echo(json.dumps(_intact_json(opened)))
 
 
-def _compare(pack: Pack, against: str, options: VerifyOptions) -> None:
-    """Compares a pack with its checkpoint and prints the result."""
+def _compare(pack: formats.Pack, against: str, options: VerifyOptions) -> None:
     import torch
 
     from moe_pack.convert import compare_logits, compare_weights, same_tensors
     from moe_pack.convert.cli.measure import compared_ids
-    from moe_pack.runtime.model import operations_for
 
     with closing(checkpoint_at(against)) as checkpoint:
         same_tensors(pack, checkpoint)
-        with operations_for(torch.device("cpu")) as operations, cli.TerminalProgress() as progress:
+        with model.operations_for(torch.device("cpu")) as operations, cli.TerminalProgress() as progress:
             matrices = compare_weights(pack, checkpoint, progress, operations)
             with commands.stage_of(progress, "comparing predictions"):
                 logits = compare_logits(pack, checkpoint, compared_ids(pack, options.text), operations)
     _print_comparison(pack, matrices, logits, options.as_json)
 
 
-def _intact_json(pack: Pack) -> dict[str, Any]:
-    """Returns what `verify --json` prints of a pack without damage."""
+def _intact_json(pack: formats.Pack) -> dict[str, Any]:
     manifest = pack.manifest
     facts = {"whole": True, "synthetic": pack.is_synthetic, "content_bytes": manifest.totals.content}
     return {**facts, "root": manifest.root}
 
 
 def _print_comparison(
-    pack: Pack, matrices: list[verify.MatrixError], logits: verify.LogitsError, as_json: bool
+    pack: formats.Pack, matrices: list[verify.MatrixError], logits: verify.LogitsError, as_json: bool
 ) -> None:
     if as_json:
         click.echo(

@@ -83,7 +83,6 @@ def measure_loss(pack: formats.Pack, options: EvalOptions) -> Quality:
 def _compared(
     pack: formats.Pack, options: EvalOptions, progress: formats.Progress, device: torch.device, stack: ExitStack
 ) -> tuple[evaluate.Reference | Checkpoint | None, forward.Tokens]:
-    """Returns what a pack is compared with, and the text."""
     if options.reference_file is not None:
         reference = evaluate.read_reference(options.reference_file)
         tokens = reference.tokens()
@@ -95,21 +94,18 @@ def _compared(
         stack.callback(checkpoint.close)
         same_tensors(pack, checkpoint)
         evaluation.check_source(pack, checkpoint)
-    tokens = _eval_tokens(pack, options)
+    text, num_tokens = Text(pack), options.num_tokens or EVAL_TOKENS
+    length = min(SEQUENCE_LENGTH, pack.spec.max_position_embeddings)
+    if options.data is None and options.field_name is None:
+        tokens = forward.unseen_tokens(text, num_tokens, length)
+    else:
+        tokens = forward.read_tokens(options.data, options.field_name, text, num_tokens, length)
     say_text(pack.spec, tokens)
     if checkpoint is None or options.exact:
         return checkpoint, tokens
     folder = options.keep_reference or pack.folder / _WORK_FOLDER
     is_temporary = options.keep_reference is None
     return evaluate.make_reference(checkpoint, tokens, folder, progress, device, replaces=is_temporary), tokens
-
-
-def _eval_tokens(pack: formats.Pack, options: EvalOptions) -> forward.Tokens:
-    text, num_tokens = Text(pack), options.num_tokens or EVAL_TOKENS
-    length = min(SEQUENCE_LENGTH, pack.spec.max_position_embeddings)
-    if options.data is None and options.field_name is None:
-        return forward.unseen_tokens(text, num_tokens, length)
-    return forward.read_tokens(options.data, options.field_name, text, num_tokens, length)
 
 
 def quality_summary(quality: Quality) -> str:
@@ -138,20 +134,8 @@ def prices_summary(prices: Prices) -> str:
     return f"KL by sparsity {sparsity}; by --substitute {substitution} nats"
 
 
-def measure_thresholds_of(
-    pack: formats.Pack, tokens: forward.Tokens, rule: thresholds.ThresholdRule, device_name: str
-) -> thresholds.MeasuredThresholds:
-    """Measures a pack's thresholds, rewrites them, and shows progress."""
-    device = chosen_device(device_name)
-    with operations_for(device) as operations, TerminalProgress() as progress:
-        return thresholds.measure_thresholds(pack, tokens, rule, progress, device, operations)
-
-
 def threshold_lines(folder: Path, layers: Sequence[int], measured: thresholds.MeasuredThresholds) -> list[str]:
-    """Returns measured thresholds as lines for people.
-
-    Args:    layers: the decoder layers that have experts.
-    """
+    """Returns measured thresholds as lines for people; `layers` are the decoder layers with experts."""
     rule = measured.rule
     target = "the plan's sparsities" if rule.planned is not None else f"sparsity {rule.sparsity}"
     if rule.theta is not None:
@@ -185,11 +169,6 @@ def _share_text(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def attached_line(folder: Path, routing: offload.Routing) -> str:
-    """Returns the line that says what was attached to a pack."""
-    return f"{folder}: {routing_text(folder, routing)}"
-
-
 def routing_text(folder: Path, routing: offload.Routing) -> str:
     """Returns a pack's routing data in a few words: bytes, tokens, and the recall of the best predictors."""
     num_bytes, recall = (folder / offload.ROUTING_FILE).stat().st_size, routing.best_recall
@@ -208,11 +187,7 @@ def recall_text(recall: float, best: Sequence[str]) -> str:
 def compared_ids(
     pack: formats.Pack, text: TextIO | None = None, num_tokens: int = 512, advice: str = "give another text with --text"
 ) -> list[int]:
-    """Returns at most `num_tokens` tokens on which logits are compared: of a text, else of a passage of ours.
-
-    Args:    advice: what to do if the text has no token.
-    Raises:  RunError if the text has no token.
-    """
+    """Returns at most `num_tokens` tokens of a text, else of a passage of ours; RunError with `advice` without one."""
     num_tokens = min(num_tokens, pack.spec.max_position_embeddings)
     if not pack.has("tokenizer.json"):
         return [7919 * place % pack.spec.vocab_size for place in range(num_tokens)]  # without a tokenizer, any tokens

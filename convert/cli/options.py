@@ -24,34 +24,30 @@ class EvalOptions:
 
     against: str | None = commands.option_field(
         None,
-        "--against",
-        metavar="PATH",
+        "--against PATH",
         help="The checkpoint that the pack was made from (as for convert), or a reference of it "
         "(--keep-reference): measure KL divergence, agreement, and the growth of perplexity.",
     )
     data: str | None = commands.option_field(
         None,
-        "--data",
-        metavar="NAME_OR_FILE",
+        "--data NAME_OR_FILE",
         help="The text, as for profile.  [default: the end of our sample, which profiles do not use by default]",
     )
     field_name: str | None = field(default=None, metadata=FIELD_OPTION)
     num_tokens: int | None = commands.option_field(
-        None, "--tokens", least=256, metavar="N", help=f"Number of tokens.  [default: {EVAL_TOKENS}]"
+        None, "--tokens N", least=256, help=f"Number of tokens.  [default: {EVAL_TOKENS}]"
     )
     keep_reference: Path | None = commands.option_field(
         None,
-        "--keep-reference",
+        "--keep-reference DIR",
         path="folder",
-        metavar="DIR",
         mark="source",
         help="Write the source's predictions to DIR; --against DIR then needs no checkpoint. Predictions of the "
         "same model and text that are there already are used; others are refused.",
     )
     tasks: Path | None = commands.option_field(
         None,
-        "--tasks",
-        metavar="FILE.jsonl",
+        "--tasks FILE.jsonl",
         help="Also answer multiple-choice tasks: a JSON object a line with prompt, choices and answer (the number "
         "of the right choice, from 0).",
     )
@@ -103,10 +99,7 @@ class EvalOptions:
 
 
 def checkpoint_at(source: str) -> Checkpoint:
-    """Opens a checkpoint by its folder or its name on the hub, from where it may be downloaded, with progress.
-
-    Raises:  CheckpointError.
-    """
+    """Opens a checkpoint by its folder or its name on the hub, with progress; raises CheckpointError."""
     from moe_pack.convert import find_checkpoint
     from moe_pack.formats.families import Checkpoint
 
@@ -121,10 +114,7 @@ def quiet_ray() -> None:
 
 
 def known_facts(folder: Path) -> runtime.MachineFacts | None:
-    """Returns what `doctor` measured of this machine and of the disk of a folder, which need not exist yet.
-
-    Raises:  RunError if the stored facts are damaged.
-    """
+    """Returns the facts that `doctor` stored of this machine and a folder's disk; RunError if they are damaged."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return runtime.load_facts(cli.cache_folder(), nearest)
 

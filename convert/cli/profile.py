@@ -1,7 +1,4 @@
-"""The commands of `moe-pack` that use calibration text and profiles.
-
-They are `profile`, `merge`, `report`, `thresholds` and `attach`.
-"""
+"""The commands of `moe-pack` that use calibration text and profiles."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from moe_pack import formats
+from moe_pack import formats, runtime
+from moe_pack.calib import evaluate
 from moe_pack.convert.cli.options import INTERRUPTED, checkpoint_at, quiet_ray, write_output
-from moe_pack.convert.options import ProfileOrder, TextOptions
+from moe_pack.convert.options import ProfileOrder, TextOptions, chosen_device
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
-from moe_pack.runtime import DEVICE_OPTION
+from moe_pack.runtime import model
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from moe_pack.calib.evaluate import ThresholdRule
     from moe_pack.calib.profile import Profile
 
 
@@ -63,7 +60,6 @@ def profile_command(path: str, options: ProfileOrder) -> None:
 
 
 def _imatrix_lines(profile: Profile) -> list[str]:
-    """Returns what a profile has that was made from an importance file, as lines for people."""
     imatrix, text = profile.facts.imatrix, profile.facts.text
     assert imatrix is not None, "the profile was made from an importance file"
     counts = [profile.moments(layer_idx).tokens for layer_idx in range(len(profile.spec.moe_layers))]
@@ -76,7 +72,6 @@ def _imatrix_lines(profile: Profile) -> list[str]:
 
 
 def _profile_lines(profile: Profile) -> list[str]:
-    """Returns the main results of a profile as lines for people."""
     import numpy as np
 
     from moe_pack.convert.cli.measure import expert_names
@@ -111,7 +106,6 @@ def _capacity_lines(profile: Profile, tokens: list[NDArray[np.uint32]]) -> list[
 
 
 def _recall_lines(profile: Profile) -> list[str]:
-    """Returns a line on the recall of the predictors; none if the profile has no predictors."""
     from moe_pack.convert.cli.measure import recall_text
     from moe_pack.runtime.offload import PREDICTORS
 
@@ -160,8 +154,7 @@ class ReportOptions:
 
     pack: Path | None = commands.option_field(
         None,
-        "--pack",
-        metavar="PACK",
+        "--pack PACK",
         help="Also draw the loss of this pack, as moe-pack eval measured it, and the prices of eval --prices.",
     )
     output: Path = commands.option_field(Path("report.html"), "--output", "-o", path="file", help="The file to write.")
@@ -179,12 +172,11 @@ def report_command(profile: Path, options: ReportOptions) -> None:
     """
     from moe_pack.calib.profile import Profile
     from moe_pack.calib.report import measured_pack, report_html
-    from moe_pack.formats import Pack
     from moe_pack.runtime.quality import bits_per_weight
 
     opened, measured = Profile(profile), None
     if options.pack is not None:
-        with Pack(pack_folder(options.pack)) as pack:
+        with formats.Pack(pack_folder(options.pack)) as pack:
             measured = measured_pack(pack, opened, bits_per_weight(pack))
     with cli.TerminalProgress() as progress, commands.stage_of(progress, "drawing"):
         page = report_html(opened, measured).encode()
@@ -199,8 +191,7 @@ class ImatrixOptions:
     output: Path = commands.option_field(Path("imatrix.gguf"), "--output", "-o", path="file", help="The file to write.")
     against: str | None = commands.option_field(
         None,
-        "--against",
-        metavar="PATH",
+        "--against PATH",
         help="The checkpoint of the profile. It runs once more on the profile's text, and the file also gets the "
         "matrices of attention, of routers, of shared experts and of layers without experts.",
     )
@@ -211,21 +202,17 @@ class ThresholdsOptions:
     """The options of `thresholds`."""
 
     sparsity: float | None = commands.option_field(
-        None, "--sparsity", metavar="S", help="Share of an expert's neurons that do not run, such as 0.8; at 0 all run."
+        None, "--sparsity S", help="Share of an expert's neurons that do not run, such as 0.8; at 0 all run."
     )
-    theta: float | None = commands.option_field(
-        None, "--theta", metavar="T", help="One threshold for all experts, as in CORM."
-    )
+    theta: float | None = commands.option_field(None, "--theta T", help="One threshold for all experts, as in CORM.")
     text: TextOptions = field(default_factory=TextOptions)
     as_json: bool = commands.option_field(False, "--json", help="Print what was measured as JSON.")
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=runtime.DEVICE_OPTION)
 
     @property
-    def rule(self) -> ThresholdRule:
+    def rule(self) -> evaluate.ThresholdRule:
         """The rule by which thresholds are measured."""
-        from moe_pack.calib.evaluate import ThresholdRule
-
-        return ThresholdRule(self.sparsity, self.theta)
+        return evaluate.ThresholdRule(self.sparsity, self.theta)
 
     def check(self) -> None:
         """Refuses a rule without a sparsity or a theta, or with both; raises UsageError."""
@@ -246,18 +233,19 @@ def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
     The pack is measured as it is stored, layer by layer; each layer is measured after the layers before it have their
     thresholds. The resulting sparsity is also printed for the held-out text.
     """
-    from moe_pack.convert.cli.measure import measure_thresholds_of, say_text, threshold_lines
-    from moe_pack.formats import Pack
-    from moe_pack.runtime import Text
+    from moe_pack.calib.evaluate import thresholds
+    from moe_pack.convert.cli import measure
 
-    with Pack(pack) as opened:
-        tokens, layers = options.text.tokens(Text(opened)), opened.spec.moe_layers
-        say_text(opened.spec, tokens)
-        measured = measure_thresholds_of(opened, tokens, options.rule, options.device)
+    with formats.Pack(pack) as opened:
+        tokens, layers = options.text.tokens(runtime.Text(opened)), opened.spec.moe_layers
+        measure.say_text(opened.spec, tokens)
+        device = chosen_device(options.device)
+        with model.operations_for(device) as operations, cli.TerminalProgress() as progress:
+            measured = thresholds.measure_thresholds(opened, tokens, options.rule, progress, device, operations)
     if options.as_json:
         click.echo(json.dumps(asdict(measured), indent=2))
         return
-    for line in threshold_lines(pack, layers, measured):
+    for line in measure.threshold_lines(pack, layers, measured):
         click.echo(line)
 
 
@@ -313,8 +301,7 @@ def attach_command(pack: Path, profile: Path) -> None:
     text. They replace the data that the pack has.
     """
     from moe_pack.calib.profile import Profile, attach
-    from moe_pack.convert.cli.measure import attached_line
-    from moe_pack.formats import Pack
+    from moe_pack.convert.cli.measure import routing_text
 
-    with Pack(pack) as opened:
-        click.echo(attached_line(pack, attach(opened, Profile(profile))))
+    with formats.Pack(pack) as opened:
+        click.echo(f"{pack}: {routing_text(pack, attach(opened, Profile(profile)))}")

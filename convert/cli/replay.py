@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from moe_pack import formats
+from moe_pack.calib import profile
+from moe_pack.convert import plan
 from moe_pack.convert.cli.options import known_facts
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import pack_folder
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from moe_pack.formats import Pack
     from moe_pack.runtime.offload.replay import PathShares, ReplayResult
 
 _PROFILE_CONTEXT = 4096  # tokens of key-value cache in a budget, if no run says how many
@@ -75,23 +76,19 @@ class ReplayOptions:
         metadata=formats.option("--pack", help="The pack of the run, with the thresholds that it had then.")
     )
     budgets: tuple[int, ...] = field(
-        metadata=formats.option(
-            "--budget", parse=_budgets, metavar="SIZE,...", help="Budgets to replay, such as 1G,512M."
-        )
+        metadata=formats.option("--budget SIZE,...", parse=_budgets, help="Budgets to replay, such as 1G,512M.")
     )
     policies: tuple[offload.PolicyName, ...] = commands.option_field(
         _NAMES,
-        "--policy",
+        "--policy NAME,...",
         parse=_policies,
         default_text="all",
-        metavar="NAME,...",
         help=f"all, or some of {', '.join(offload.PRESETS)}.",
     )
     read_rate: int | None = commands.option_field(
         None,
-        "--read-rate",
+        "--read-rate SIZE",
         parse=commands.read_size,
-        metavar="SIZE",
         help="Bytes that the disk reads a second, such as 1.5G: prints the tokens a second if only reads take time.",
     )
     as_json: bool = commands.option_field(False, "--json", help="Print everything as JSON.")
@@ -110,9 +107,7 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
     For each policy it prints how many experts would have been in memory when their router chose them (hits), and how
     many bytes would have been read for a token. The optimum evicts with knowledge of the future (Belady).
     """
-    from moe_pack.formats import Pack
-
-    with Pack(pack_folder(options.pack)) as pack:
+    with formats.Pack(pack_folder(options.pack)) as pack:
         traffic = _replay_input(record, pack)
         with cli.TerminalProgress() as progress:
             progress.begin(
@@ -128,75 +123,70 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
         click.echo(line)
 
 
-def _replay_input(path: Path, pack: Pack) -> ReplayInput:
-    """Returns the routes of a recording, or of a profile's held-out text."""
-    from moe_pack.calib.profile import Profile
-    from moe_pack.convert.plan import held_out_passes
-    from moe_pack.runtime.offload import Routing, read_recording
-
+def _replay_input(path: Path, pack: formats.Pack) -> ReplayInput:
     if path.is_dir():
-        profile = Profile(path)
-        if (profile.spec.router, profile.spec.moe_layers) != (pack.spec.router, pack.spec.moe_layers):
+        found = profile.Profile(path)
+        if (found.spec.router, found.spec.moe_layers) != (pack.spec.router, pack.spec.moe_layers):
             raise formats.RunError(f"{path}: is a profile of another model; give a profile of the pack's model")
         context = min(_PROFILE_CONTEXT, pack.spec.max_position_embeddings)
-        return ReplayInput(str(path), held_out_passes(profile), None, profile.paths(), context)
-    record = read_recording(path)
+        return ReplayInput(str(path), plan.held_out_passes(found), None, found.paths(), context)
+    record = offload.read_recording(path)
     if record.facts.root != pack.manifest.root:
         raise formats.RunError(
             f"{path}: was recorded with another pack, or before its thresholds changed; record the run again"
         )
-    _check_shape(path, record.passes, pack.spec)
-    routing = Routing.open(pack)
-    return ReplayInput(
-        str(path), record.passes, record, routing.paths if routing else None, record.facts.context_tokens
-    )
-
-
-def _check_shape(path: Path, passes: offload.Passes, spec: formats.ModelSpec) -> None:
-    shape = (len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok)
+    passes, router = record.passes, pack.spec.router
+    shape = (len(pack.spec.moe_layers), router.num_experts, router.num_experts_per_tok)
     recorded = (passes.routes.shape[1], passes.num_experts, passes.routes.shape[2])
     if recorded != shape:
         raise formats.RunError(
             f"{path}: found layers, experts and experts a token {recorded}, expected {shape}: the pack's"
         )
+    routing = offload.Routing.open(pack)
+    return ReplayInput(
+        str(path), record.passes, record, routing.paths if routing else None, record.facts.context_tokens
+    )
 
 
 def _replayed(
-    traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[offload.PolicyName], progress: formats.Progress
+    traffic: ReplayInput,
+    pack: formats.Pack,
+    budget_bytes: int,
+    names: Sequence[offload.PolicyName],
+    progress: formats.Progress,
 ) -> ReplayComparison:
     """Replays each policy with the pages of a budget; for the run's own budget, with the pages that the run had."""
-    from moe_pack.runtime.offload import CacheFacts, expert_pages
-    from moe_pack.runtime.offload.replay import ReplayResult, best_of, optimum, replay
+    from moe_pack.runtime.offload import replay
 
     run = traffic.record
     is_of_run = run is not None and run.facts.budget_bytes == budget_bytes
     num_pages = run.facts.num_pages if run is not None and is_of_run else None
-    plan, has_selector = _division(pack, budget_bytes, traffic.context_tokens, num_pages)
-    num_pages = plan.num_pages if num_pages is None else num_pages
-    pages = expert_pages(pack.layout, plan.page_bytes, has_selector)
+    division, has_selector = _division(pack, budget_bytes, traffic.context_tokens, num_pages)
+    num_pages = division.num_pages if num_pages is None else num_pages
+    pages = offload.expert_pages(pack.layout, division.page_bytes, has_selector)
     extents, passes = pack.index.size, traffic.passes
     if num_pages < pages.max():
         raise formats.RunError(
             f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run again"
         )
     k, num_encoder_layers = pack.spec.router.num_experts_per_tok, first_moe_layers(pack.spec)[-1]
-    facts = CacheFacts(pages, num_pages, k, passes.popularity, num_encoder_layers)
-    alone, whole = dict[offload.PolicyName, ReplayResult](), dict[offload.PolicyName, ReplayResult]()
+    facts = offload.CacheFacts(pages, num_pages, k, passes.popularity, num_encoder_layers)
+    alone, whole = dict[offload.PolicyName, replay.ReplayResult](), dict[offload.PolicyName, replay.ReplayResult]()
     for name in names:
-        alone[name] = replay(passes, facts, extents, offload.PRESETS[name].without_prediction())
+        alone[name] = replay.replay(passes, facts, extents, offload.PRESETS[name].without_prediction())
         progress.advance(1, f"{name} without prediction")
-        whole[name] = replay(passes, facts, extents, offload.PRESETS[name], run, traffic.paths)
+        whole[name] = replay.replay(passes, facts, extents, offload.PRESETS[name], run, traffic.paths)
         progress.advance(1, name)
     predicted = {name: result for name, result in whole.items() if result.prediction in ("recorded", "routes")}
     judged = {name: result for name, result in alone.items() if name != "importance" or passes.scores is not None}
-    best = best_of(judged) if len(judged) > 1 else None
-    least = optimum(passes, facts, extents)
+    best = replay.best_of(judged) if len(judged) > 1 else None
+    least = replay.optimum(passes, facts, extents)
     progress.advance(1, "the optimum")
-    return ReplayComparison(plan, num_pages, alone, predicted, least, best)
+    return ReplayComparison(division, num_pages, alone, predicted, least, best)
 
 
 def _division(
-    pack: Pack, budget_bytes: int, context_tokens: int, num_pages: int | None
+    pack: formats.Pack, budget_bytes: int, context_tokens: int, num_pages: int | None
 ) -> tuple[offload.BudgetPlan, NDArray[np.bool_]]:
     """Returns the budget's division, and the experts whose selectors stay in memory: bool [L, E].
 
@@ -205,10 +195,9 @@ def _division(
     """
     from moe_pack.runtime.cpu import is_available
     from moe_pack.runtime.engine.offloaded import popularity_shares, runs_some_neurons
-    from moe_pack.runtime.offload import Routing, divide_budget, routing_bytes
     from moe_pack.runtime.offload.budgets import named_budget, resident_selectors, selector_heat
 
-    routing, predictors = Routing.open(pack), routing_bytes(pack.folder)
+    routing, predictors = offload.Routing.open(pack), offload.routing_bytes(pack.folder)
     machine = known_facts(pack.folder)
     disk = USUAL_DISK if machine is None else machine.drive
     reads_rows = is_available() and runs_some_neurons(pack) and disk_cutover(pack.layout, disk) > 0
@@ -216,7 +205,7 @@ def _division(
     heats = [heat, None]
     needs = (pack.layout, budget_bytes, context_tokens, predictors)
     with named_budget("--budget", None):  # the context is that of the recorded run
-        plans = [divide_budget(*needs, heat) for heat in heats]
+        plans = [offload.divide_budget(*needs, heat) for heat in heats]
     number = next((n for n, plan in enumerate(plans) if num_pages in (None, plan.num_pages)), 0)
     return plans[number], resident_selectors(pack.layout, heats[number], plans[number].num_selectors)
 

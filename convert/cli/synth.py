@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 import click
 
 from moe_pack import formats
-from moe_pack.calib.quantize import Rotate
+from moe_pack.calib import evaluate, profile, quantize
 from moe_pack.calib.quantize.options import ROTATE_OPTION
+from moe_pack.convert import plan
 from moe_pack.convert.cli.options import INTERRUPTED
 from moe_pack.convert.options import NUM_CORES, WORKERS_OPTION, PlanOptions
+from moe_pack.formats import families
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import MODEL
 
 if TYPE_CHECKING:
     from moe_pack.convert import ConversionResult
-    from moe_pack.convert.plan import Decision
 
 _MAX_SKEW = 4.0
 
@@ -31,39 +32,35 @@ class SynthOptions:
 
     output: Path = field(metadata=formats.option("--output", "-o", help="The pack's folder, new or empty."))
     layers: int | None = commands.option_field(
-        None, "--layers", least=1, metavar="N", help="Only the first N decoder layers.  [default: all]"
+        None, "--layers N", least=1, help="Only the first N decoder layers.  [default: all]"
     )
     vocab: int | None = commands.option_field(
-        None, "--vocab", least=1, metavar="N", help="Only N tokens of the vocabulary.  [default: all]"
+        None, "--vocab N", least=1, help="Only N tokens of the vocabulary.  [default: all]"
     )
     plan: PlanOptions = field(default_factory=PlanOptions)
     plan_file: Path | None = commands.option_field(
         None,
-        "--plan",
+        "--plan FILE",
         path="file",
-        metavar="FILE",
         help="A plan (moe-pack plan -o): formats and sparsity of each expert, in place of "
         "--selector to --dense-bits and --sparsity.",
     )
-    rotate: Rotate = field(default="off", metadata=ROTATE_OPTION)
-    sparsity: float = commands.option_field(0.0, "--sparsity", metavar="S", help="Share of neurons that do not run.")
+    rotate: quantize.Rotate = field(default="off", metadata=ROTATE_OPTION)
+    sparsity: float = commands.option_field(0.0, "--sparsity S", help="Share of neurons that do not run.")
     skew: float = commands.option_field(
         0.0,
-        "--skew",
-        metavar="X",
+        "--skew X",
         help="How uneven the experts' popularity is, from 0 (all alike) to 4: the r-th most popular expert "
         "of a layer is chosen in proportion to r to the power of -X.",
     )
     path_correlation: float = commands.option_field(
         0.0,
-        "--path-correlation",
-        metavar="C",
+        "--path-correlation C",
         help="How well a token's experts in one layer predict those in the next, from 0 (not at all) to 1 (fully).",
     )
     profile: Path | None = commands.option_field(
         None,
-        "--profile",
-        metavar="DIR",
+        "--profile DIR",
         help="A profile of the same model (moe-pack profile): experts get its popularity, in place of --skew.",
     )
     in_memory: bool = commands.option_field(
@@ -77,9 +74,7 @@ class SynthOptions:
 
     def check(self) -> None:
         """Refuses numbers out of range and options that do not go together; raises UsageError."""
-        from moe_pack.calib.evaluate import ThresholdRule
-
-        if fault := ThresholdRule(sparsity=self.sparsity).fault():
+        if fault := evaluate.ThresholdRule(sparsity=self.sparsity).fault():
             raise formats.UsageError(fault)
         for name, value, most in (("--skew", self.skew, _MAX_SKEW), ("--path-correlation", self.path_correlation, 1.0)):
             if not (math.isfinite(value) and 0 <= value <= most):
@@ -104,21 +99,16 @@ def synth_command(name: str, options: SynthOptions) -> None:
     """
     import numpy as np
 
-    from moe_pack.convert.plan import Decision, read_plan
-    from moe_pack.formats.families import model_spec
-
-    spec = model_spec(name, options.layers, options.vocab)
+    spec = families.model_spec(name, options.layers, options.vocab)
     if options.plan_file is None:
         shape = (len(spec.moe_layers), spec.router.num_experts)
-        decision = Decision(options.plan.plan(spec, "nearest"), np.full(shape, options.sparsity))
+        decision = plan.Decision(options.plan.plan(spec, "nearest"), np.full(shape, options.sparsity))
     else:
-        decision = read_plan(options.plan_file, spec)
+        decision = plan.read_plan(options.plan_file, spec)
     _synthesize(spec, decision, options)
 
 
-def _synthesize(spec: formats.ModelSpec, decision: Decision, options: SynthOptions) -> None:
-    from moe_pack.calib.profile import Profile
-    from moe_pack.calib.quantize import rotation_vectors
+def _synthesize(spec: formats.ModelSpec, decision: plan.Decision, options: SynthOptions) -> None:
     from moe_pack.convert import (
         SyntheticTraits,
         link_memory_folder,
@@ -130,19 +120,18 @@ def _synthesize(spec: formats.ModelSpec, decision: Decision, options: SynthOptio
     from moe_pack.convert.making import model_text
     from moe_pack.convert.pipeline import large_bytes
 
-    output, plan = options.output, decision.plan
-    layout = synthetic_layout(spec, plan)
+    output, layout = options.output, synthetic_layout(spec, decision.plan)
     if options.profile is None:
         popularity = skewed_popularity(spec, options.skew, options.seed)
     else:
-        popularity = profiled_popularity(spec, Profile(options.profile))
+        popularity = profiled_popularity(spec, profile.Profile(options.profile))
     traits = SyntheticTraits(decision.sparsity, popularity, options.path_correlation, options.seed, decision.theta)
     click.echo(f"{model_text(spec)}: about {formats.size_text(large_bytes(layout))}; {cli.NOISE}", err=True)
     start = time.perf_counter()
     folder = link_memory_folder(output, large_bytes(layout)) if options.in_memory else output
     with cli.TerminalProgress() as progress:
-        rotation = rotation_vectors(spec, options.rotate)
-        result = synthesize(spec, plan, traits, folder, options.workers, progress, rotation=rotation)
+        rotation = quantize.rotation_vectors(spec, options.rotate)
+        result = synthesize(spec, decision.plan, traits, folder, options.workers, progress, rotation=rotation)
     _say_done(result, layout, output, time.perf_counter() - start)
     if options.in_memory:
         click.echo(f"the pack is in memory until the machine restarts; to free the memory: rm -r {folder} {output}")
@@ -150,13 +139,12 @@ def _synthesize(spec: formats.ModelSpec, decision: Decision, options: SynthOptio
 
 def _say_done(result: ConversionResult, layout: formats.PackLayout, output: Path, seconds: float) -> None:
     from moe_pack.convert.pipeline import large_bytes
-    from moe_pack.formats import Pack
     from moe_pack.runtime.quality import bits_per_weight
 
     if not result.written:
         click.echo(f"{output}: already contains the pack of this model with these options; nothing to do; {cli.NOISE}")
         return
-    with Pack(output) as pack:
+    with formats.Pack(output) as pack:
         content, bits = pack.manifest.totals.content, bits_per_weight(pack)
     made_bytes = large_bytes(layout) - result.resumed_bytes
     rate = f"{made_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s"

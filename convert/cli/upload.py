@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,9 +14,6 @@ from moe_pack import formats
 from moe_pack.formats import hub
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK
-
-if TYPE_CHECKING:
-    from moe_pack.formats import Pack
 
 _SIDECARS = ("*.json", "*.safetensors")
 
@@ -33,15 +30,14 @@ class UploadOptions:
     )
     base_model: str | None = commands.option_field(
         None,
-        "--base-model",
-        metavar="NAME",
+        "--base-model NAME",
         help="The hub id of the checkpoint, for the model card. The license is that which its own page names.",
     )
     command: str | None = commands.option_field(
-        None, "--command", metavar="TEXT", help="The command that made the pack, for the model card."
+        None, "--command TEXT", help="The command that made the pack, for the model card."
     )
     budget: str | None = commands.option_field(
-        None, "--budget", metavar="SIZE", help="A memory in which the pack runs, for the model card, such as 11G."
+        None, "--budget SIZE", help="A memory in which the pack runs, for the model card, such as 11G."
     )
 
 
@@ -61,15 +57,13 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
     HF_TOKEN. Files that an interrupted upload has finished are not uploaded again.
     """
     from moe_pack.convert.hub import CardFacts, card_text
-    from moe_pack.formats import Pack
-    from moe_pack.formats.hub import import_client
     from moe_pack.formats.pack.reader import audit
 
     target = hub.parse_name(name)
     if target is None or target.revision is not None:
         raise formats.UsageError(f"NAME: found {name!r}, expected owner/repository or owner/repository:variant")
-    client = import_client(target, formats.ConversionError)
-    with Pack(pack) as opened:
+    client = hub.import_client(target, formats.ConversionError)
+    with formats.Pack(pack) as opened:
         with cli.TerminalProgress() as progress:
             audit(opened, progress)
         files = _files(opened)
@@ -92,13 +86,11 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
 
 
 def _upload(client: Any, target: hub.HubName, files: list[Path], card: str, private: bool) -> None:
-    """Creates the repository if it is new, and commits the files and the card together."""
     from moe_pack.convert.hub import CARD_FILE
-    from moe_pack.formats.hub import patiently
 
     api = client.HfApi(library_name="moe-pack")
     repository = target.repository
-    patiently(
+    hub.patiently(
         target, formats.ConversionError, lambda: api.create_repo(repository, private=private or None, exist_ok=True)
     )
 
@@ -113,11 +105,10 @@ def _upload(client: Any, target: hub.HubName, files: list[Path], card: str, priv
                 raise fault.__cause__ from fault
             raise
 
-    patiently(target, formats.ConversionError, commit)
+    hub.patiently(target, formats.ConversionError, commit)
 
 
-def _files(pack: Pack) -> list[Path]:
-    """Returns the pack's files and sidecars, sorted."""
+def _files(pack: formats.Pack) -> list[Path]:
     from moe_pack.formats.pack.manifests import MANIFEST_FILE
 
     listed = {MANIFEST_FILE, *(f.name for f in pack.manifest.files), *(f.name for f in pack.manifest.expert_files)}
@@ -126,25 +117,20 @@ def _files(pack: Pack) -> list[Path]:
 
 
 def _license(base_model: str | None) -> str | None:
-    """Returns the license that a checkpoint's card names."""
-    from moe_pack.formats.hub import HubRepository
-
     if base_model is None:
         return None
     name = hub.parse_name(base_model)
     if name is None:
         raise formats.UsageError(f"--base-model: found {base_model!r}, expected a hub id such as owner/repository")
-    return HubRepository(name, formats.ConversionError).license
+    return hub.HubRepository(name, formats.ConversionError).license
 
 
 def _old_card(target: hub.HubName) -> str | None:
-    """Returns the card that the repository has; None if there is none."""
     from moe_pack.convert.hub import CARD_FILE
-    from moe_pack.formats.hub import HubRepository, has_repository
 
-    if not has_repository(target, formats.ConversionError):
+    if not hub.has_repository(target, formats.ConversionError):
         return None
-    repository = HubRepository(target, formats.ConversionError)
+    repository = hub.HubRepository(target, formats.ConversionError)
     if CARD_FILE not in repository.files:
         return None
     return repository.read(CARD_FILE, 0, repository.files[CARD_FILE].num_bytes).tobytes().decode()

@@ -1,7 +1,6 @@
 """Exports of packs as checkpoints of their family: plain, or with experts in compressed-tensors; and their comparison.
 
-An export has the family's tensors and config, so that transformers and vLLM load it. All neurons run in it: a
-checkpoint has no thresholds.
+An export has the family's tensors and config, so that transformers and vLLM load it. All neurons run in it.
 """
 
 import json
@@ -16,7 +15,7 @@ import torch
 from moe_pack.convert import verify
 from moe_pack.convert.export import compressed
 from moe_pack.convert.export.compressed import usual_formats as code_formats
-from moe_pack.convert.export.folder import SHARD_BYTES, Written, write_folder
+from moe_pack.convert.export.folder import SHARD_BYTES, write_folder
 from moe_pack.convert.export.source import CONFIG_FILE, STORED_AS, exported_tensors, owners, plain_name
 from moe_pack.convert.export.weights import ExportUnit, PackSource, plain_units
 from moe_pack.convert.options import Dtype
@@ -31,16 +30,15 @@ from moe_pack.runtime import model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportResult:
-    """What an export has written; `resumed_bytes` of it in an earlier run, whose matrices `codes` does not count."""
+    """The result of an export."""
 
     num_bytes: int
-    resumed_bytes: int
+    resumed_bytes: int  # that an earlier run has written
     num_tensors: int
     lost: dict[str, int]  # how many tensors of the source it lacks, by reason, because the pack does not keep them
     num_zeros: int  # the values of its tensors that are zero for the same reason
-    # formats, codes: of coded experts, by decoder layer
-    formats: dict[int, compressed.CodeFormat] | None = None
-    codes: compressed.CodesReport | None = None
+    formats: dict[int, compressed.CodeFormat] | None = None  # of coded experts, by decoder layer
+    codes: compressed.Codes | None = None  # without those of experts that an earlier run has written
     # Whether the source has all experts of a layer in one tensor, and the export each in its own.
     is_renamed: bool = False
     notes: tuple[str, ...] = ()  # sentences about what the format cannot say
@@ -62,14 +60,12 @@ def export_plain(pack: Pack, folder: Path, dtype: Dtype | None, work: ExportWork
     Args:    dtype: of matrices; None: 16 bits, as `exported_tensors` says.
     Raises:  RunError if the pack cannot be exported; ConversionError if the folder cannot be written.
     """
-    source = PackSource.of(pack, work.operations)
+    source = PackSource(pack, work.operations)
     tensors = exported_tensors(pack, source.model, dtype)
     claims = claiming.claim_tensors(source.model.family, source.model.spec, tensors)
     units = list(plain_units(source, claims, tensors))
-    config = source.model.plain_config()
-    found = _write(source, folder, units, config, dtype, {"to": "safetensors"}, work)
-    lost, zeros = source.model.lost(), num_zeros(tensors, claims)
-    return ExportResult(found.num_bytes, found.resumed_bytes, len(tensors), lost, zeros)
+    written = _write(source, folder, units, source.model.plain_config(), dtype, {"to": "safetensors"}, work)
+    return ExportResult(*written, len(tensors), source.model.lost(), num_zeros(tensors, claims))
 
 
 def export_compressed(
@@ -85,18 +81,18 @@ def export_compressed(
     Args:    width, group: of the codes; None: as `code_formats` says.
     Raises:  as `export_plain`; RunError also if the family's experts cannot be coded so.
     """
-    source, report = PackSource.of(pack, work.operations), compressed.CodesReport()
+    source, codes = PackSource(pack, work.operations), compressed.Codes()
     formats = code_formats(pack, source.model, width, group)
     tensors = exported_tensors(pack, source.model, dtype, by_expert=True)
     claims = claiming.claim_tensors(source.model.family, source.model.spec, tensors)
-    units = list(compressed.coded_units(source, claims, tensors, formats, report))
+    units = list(compressed.coded_units(source, claims, tensors, formats, codes))
     config = {**source.model.plain_config(), "quantization_config": compressed.quantization_config(formats)}
     kinds = {str(layer): json.dumps(asdict(each)) for layer, each in formats.items()}
-    found = _write(source, folder, units, config, dtype, {"to": "compressed-tensors", **kinds}, work)
+    written = _write(source, folder, units, config, dtype, {"to": "compressed-tensors", **kinds}, work)
     num_tensors = sum(len(unit.tensors) for unit in units)
     lost, zeros = source.model.lost(), num_zeros(tensors, claims)
     is_renamed = not all(plain_name(place) in tensors for place in source.model.claims.experts.values())
-    return ExportResult(found.num_bytes, found.resumed_bytes, num_tensors, lost, zeros, formats, report, is_renamed)
+    return ExportResult(*written, num_tensors, lost, zeros, formats, codes, is_renamed)
 
 
 def _write(
@@ -107,7 +103,7 @@ def _write(
     dtype: Dtype | None,
     decisions: dict[str, str],
     work: ExportWork,
-) -> Written:
+) -> tuple[int, int]:
     pack = source.pack
     files = {name: pack.read_file(name).tobytes() for name in COPIED_FILES if pack.has(name)}
     if dtype is not None:
@@ -124,7 +120,6 @@ def _write(
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns a config that names this dtype wherever it named one."""
     changed: dict[str, Any] = {}
     for key, value in config.items():
         is_dtype = key in ("dtype", "torch_dtype")
@@ -139,8 +134,6 @@ def num_zeros(tensors: claiming.Tensors, claims: claiming.Claims) -> int:
 
 
 class _AllNeurons(model.PackWeights):
-    """The weights of a pack, of which all neurons run, as in a checkpoint."""
-
     def threshold(self, layer_idx: int, expert: int) -> float:
         return 0.0
 
@@ -148,10 +141,7 @@ class _AllNeurons(model.PackWeights):
 def compare_export(
     pack: Pack, folder: Path, ids: list[int], operations: model.Operations = model.TORCH
 ) -> verify.LogitsError:
-    """Returns the difference of an export's predictions of each next token of `ids` from the pack's with all neurons.
-
-    The export is read back by what reads checkpoints.
-    """
+    """Returns the difference of predictions of each next token of `ids`: of an export, read back, and the pack's."""
     weights = _AllNeurons(pack, torch.device("cpu"), operations)
     try:
         expected = verify.text_logits(weights, ids)

@@ -4,32 +4,22 @@ A matrix `[out, in]` is three tensors: `weight_packed` has its codes in words of
 bits; `weight_scale` has a scale for each group of columns; `weight_shape` its rows and columns. Codes are symmetric:
 `w = (code - middle) * scale`, with 4 or 8 bits. All matrices of a layer's experts have the same width and group.
 
-A pack's own codes are carried over where they have this meaning: gate and up of affine formats with whole zeros. Other
-matrices are quantized again from the weights that the pack stands for: down always, because its groups run along the
-hidden size in a pack and along the neurons here.
+A pack's own codes are kept where they have this meaning: gate and up of affine formats with whole zeros. Other matrices
+are quantized again: down always, because its groups run along the hidden size in a pack and along the neurons here.
 
 Source: compressed-tensors 0.20, compressors/pack_quantized; vLLM 0.33, compressed_tensors_moe_wna16.py.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from moe_pack.convert.export import weights
 from moe_pack.convert.export.source import SourceModel
-from moe_pack.convert.export.weights import (
-    ExpertTensors,
-    ExportUnit,
-    PackSource,
-    PlainExpert,
-    Put,
-    dense_units,
-    expert_groups,
-    put_rows,
-)
 from moe_pack.convert.plan.search import FUSED_GROUPS
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import claiming, encodings
@@ -113,7 +103,6 @@ def quantization_config(formats: Mapping[int, CodeFormat]) -> dict[str, Any]:
 
 
 def _target(layers: list[int] | None) -> str:
-    """Returns the pattern of the names of the experts' modules, of some layers or of all."""
     of_layer = "" if layers is None else rf"\.layers\.({'|'.join(map(str, layers))})\..*"
     return rf"re:.*{of_layer}\.experts\.\d+\..*"
 
@@ -160,7 +149,7 @@ def packed_words(codes: Tensor, width: Width) -> Tensor:
     return values.contiguous().view(torch.int32)
 
 
-def carried_scales(plain: PlainExpert, matrix: specs.Matrix, code: CodeFormat, num_cols: int) -> Tensor | None:
+def carried_scales(plain: weights.PlainExpert, matrix: specs.Matrix, code: CodeFormat, num_cols: int) -> Tensor | None:
     """Returns the scales of a pack's own codes for groups of `code`, float32 [f, groups]; None if they cannot be kept.
 
     They are kept if zeros are whole numbers, and every value relative to its zero fits `code`'s width.
@@ -175,8 +164,8 @@ def carried_scales(plain: PlainExpert, matrix: specs.Matrix, code: CodeFormat, n
     scale = scale.repeat_interleave(stored_group // code.group, dim=1)
     middle, step = 2 ** (code.width - 1), max(_BLOCK_WEIGHTS // num_cols, 1)
     for start in range(0, len(scale), step):
-        weights, some = plain.matrices[matrix][start : start + step], scale[start : start + step]
-        values = weights.view(len(some), -1, code.group).div(some.unsqueeze(2)).round()
+        rows, some = plain.matrices[matrix][start : start + step], scale[start : start + step]
+        values = rows.view(len(some), -1, code.group).div(some.unsqueeze(2)).round()
         if values.min() < -middle or values.max() >= middle:
             return None
     return scale
@@ -184,10 +173,10 @@ def carried_scales(plain: PlainExpert, matrix: specs.Matrix, code: CodeFormat, n
 
 @dataclass(slots=True)
 class MatrixCodes:
-    """What became of one of the experts' matrices: how many were carried over, and the error of all."""
+    """The codes of gate, up or down of all experts of this run."""
 
-    carried: int = 0
-    quantized: int = 0
+    carried: int = 0  # matrices whose codes were kept
+    quantized: int = 0  # matrices that were quantized again
     # error, weight: sums of |w - w'| and of |w| over the pack's weights
     error: float = 0.0
     weight: float = 0.0
@@ -198,15 +187,12 @@ class MatrixCodes:
         return self.error / self.weight if self.weight else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class CodesReport:
-    """What became of the experts' matrices in this run; experts that an earlier run has written are not counted."""
-
-    matrices: dict[specs.Matrix, MatrixCodes] = field(default_factory=dict)
+Codes = dict[specs.Matrix, MatrixCodes]
 
 
-def _put_coded(source: PackSource, group: ExpertTensors, code: CodeFormat, report: CodesReport, put: Put) -> None:
-    """Puts experts of a layer whose matrices are coded."""
+def _put_coded(
+    source: weights.PackSource, group: weights.ExpertTensors, code: CodeFormat, codes: Codes, put: weights.Put
+) -> None:
     dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in group.tensors}  # without codes
     for expert, pieces in group.pieces.items():
         plain = source.expert(group.layer, expert, torch.float32)
@@ -215,34 +201,34 @@ def _put_coded(source: PackSource, group: ExpertTensors, code: CodeFormat, repor
             dtype = dtypes[piece.tensor]
             if owner.kind == "bias":
                 for first, values in piece.blocks(plain.rows, dtype):
-                    put_rows(put, piece.tensor, first, values)
+                    weights.put_rows(put, piece.tensor, first, values)
                 continue
             matrix = next(m for m in specs.MATRICES if m == owner.name)
-            weights = plain.matrices[matrix]
+            rows = plain.matrices[matrix]
             carried = None
             if place.neurons == "columns":
-                weights = weights.T
+                rows = rows.T
             else:
-                carried = carried_scales(plain, matrix, code, weights.shape[1])
-            found = report.matrices.setdefault(matrix, MatrixCodes())
-            _put_matrix(put, piece.tensor, weights, carried, code, dtype, found)
+                carried = carried_scales(plain, matrix, code, rows.shape[1])
+            found = codes.setdefault(matrix, MatrixCodes())
+            _put_matrix(put, piece.tensor, rows, carried, code, dtype, found)
 
 
 def _put_matrix(
-    put: Put,
+    put: weights.Put,
     tensor: str,
-    weights: Tensor,
+    rows: Tensor,
     carried: Tensor | None,
     code: CodeFormat,
     dtype: torch.dtype,
     found: MatrixCodes,
 ) -> None:
-    num_rows, num_cols = weights.shape
+    num_rows, num_cols = rows.shape
     found.carried += carried is not None
     found.quantized += carried is None
     step = max(_BLOCK_WEIGHTS // num_cols, 1)
     for start in range(0, num_rows, step):
-        groups = weights[start : start + step].reshape(-1, code.group)
+        groups = rows[start : start + step].reshape(-1, code.group)
         if carried is None:
             exact = scale = symmetric_scales(groups, code.width, dtype)
         else:
@@ -251,30 +237,30 @@ def _put_matrix(
         codes = coded(groups, exact, code.width)
         found.weight += float(groups.abs().sum(dtype=torch.float64))
         found.error += float((codes * scale).sub_(groups).abs_().sum(dtype=torch.float64))
-        put_rows(put, f"{tensor}_packed", start, packed_words(codes.view(-1, num_cols), code.width))
-        put_rows(put, f"{tensor}_scale", start, scale.view(-1, num_cols // code.group).to(dtype))
-    put_rows(put, f"{tensor}_shape", 0, torch.tensor([[num_rows, num_cols]]))
+        weights.put_rows(put, f"{tensor}_packed", start, packed_words(codes.view(-1, num_cols), code.width))
+        weights.put_rows(put, f"{tensor}_scale", start, scale.view(-1, num_cols // code.group).to(dtype))
+    weights.put_rows(put, f"{tensor}_shape", 0, torch.tensor([[num_rows, num_cols]]))
 
 
 def coded_units(
-    source: PackSource,
+    source: weights.PackSource,
     claims: claiming.Claims,
     tensors: claiming.Tensors,
     formats: Mapping[int, CodeFormat],
-    report: CodesReport,
-) -> Iterator[ExportUnit]:
+    codes: Codes,
+) -> Iterator[weights.ExportUnit]:
     """Yields the units of a checkpoint whose experts are coded.
 
     Args:    claims, tensors: of the same checkpoint without codes, in which each matrix of an expert is a tensor.
-             formats: by decoder layer.   report: is filled while units are written.
+             formats: by decoder layer.   codes: is filled while units are written.
     Raises:  RunError for names of experts that the config's patterns do not match.
     """
-    yield from dense_units(source, claims, tensors)
-    for group in expert_groups(source.model, claims, tensors):
+    yield from weights.dense_units(source, claims, tensors)
+    for group in weights.expert_groups(source.model, claims, tensors):
         code, coded_ones = formats[group.layer], list[StoredTensor]()
-        weights = {p.tensor for found in group.pieces.values() for p in found if p.places[0][0].kind == "matrix"}
+        coded = {p.tensor for found in group.pieces.values() for p in found if p.places[0][0].kind == "matrix"}
         for name, dtype, shape in group.tensors:
-            if name in weights and (".experts." not in name or ".layers." not in name):
+            if name in coded and (".experts." not in name or ".layers." not in name):
                 raise RunError(f"tensor {name!r} is not named as vLLM names experts; use --to safetensors")
-            coded_ones += coded_tensors(name, dtype, shape, code) if name in weights else [(name, dtype, shape)]
-        yield ExportUnit(group.name, tuple(coded_ones), partial(_put_coded, source, group, code, report))
+            coded_ones += coded_tensors(name, dtype, shape, code) if name in coded else [(name, dtype, shape)]
+        yield weights.ExportUnit(group.name, tuple(coded_ones), partial(_put_coded, source, group, code, codes))

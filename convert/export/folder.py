@@ -1,16 +1,14 @@
 """The folder of an export: shards of a bounded size, and small files. A kill costs at most a shard.
 
-A shard is written under another name, flushed, and renamed when it is complete. The file without which no program takes
-the folder for a checkpoint comes last. A file of the export's decisions lies in the folder until then, so that the same
-command continues where it stopped, and another one is refused. `ShardFormat` is the format of shards: `SAFETENSORS`
-here, GGUF in gguf.py.
+A shard is written under another name, flushed, and renamed when it is complete. `config.json`, without which no program
+takes the folder for a checkpoint, comes last. Until then a file has the export's decisions, so that the same command
+continues where it stopped, and another one is refused.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,32 +33,16 @@ class Shard:
     units: tuple[weights.ExportUnit, ...]
     layout: safetensors.TensorFileLayout
 
-    def tensors(self) -> list[safetensors.StoredTensor]:
-        """Returns name, type and shape of each tensor, in the order of the units."""
-        return [tensor for unit in self.units for tensor in unit.tensors]
 
-
-class ShardFormat(Protocol):
-    """The format of an export's files."""
+class ShardFormat:
+    """The format of an export's files: safetensors here, GGUF in gguf.py."""
 
     def num_bytes(self, tensors: tuple[safetensors.StoredTensor, ...]) -> int:
         """Returns the bytes of some tensors."""
-        ...
-
-    def shards(self, groups: Sequence[tuple[weights.ExportUnit, ...]]) -> list[Shard]:
-        """Returns the files with these groups of units, in the order in which they are written."""
-        ...
-
-    def small_files(self, shards: Sequence[Shard]) -> dict[str, bytes]:
-        """Returns the small files that the format needs."""
-        ...
-
-
-class _Safetensors:
-    def num_bytes(self, tensors: tuple[safetensors.StoredTensor, ...]) -> int:
         return weights.tensor_bytes(tensors)
 
     def shards(self, groups: Sequence[tuple[weights.ExportUnit, ...]]) -> list[Shard]:
+        """Returns the files with these groups of units, in the order in which they are written."""
         names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
         shards = []
         for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE], groups, strict=True):
@@ -69,10 +51,19 @@ class _Safetensors:
         return shards
 
     def small_files(self, shards: Sequence[Shard]) -> dict[str, bytes]:
-        return {INDEX_FILE: _index(shards)} if len(shards) > 1 else {}
+        """Returns the small files that the format needs: the index, which says the shard of each tensor."""
+        if len(shards) == 1:
+            return {}
+        stored = {tensor: shard.name for shard in shards for unit in shard.units for tensor in unit.tensors}
+        weight_map = {name: shard for (name, _, _), shard in stored.items()}
+        values = {
+            "metadata": {"total_size": weights.tensor_bytes(tuple(stored))},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        return {INDEX_FILE: json.dumps(values, indent=2).encode() + b"\n"}
 
 
-SAFETENSORS: ShardFormat = _Safetensors()
+SAFETENSORS = ShardFormat()
 
 
 def shards_of(units: Sequence[weights.ExportUnit], shard_bytes: int, form: ShardFormat) -> list[Shard]:
@@ -88,14 +79,6 @@ def shards_of(units: Sequence[weights.ExportUnit], shard_bytes: int, form: Shard
     return form.shards([tuple(group) for group in groups])
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The bytes of the tensors of a folder, and how many bytes of its shards an earlier run has written."""
-
-    num_bytes: int
-    resumed_bytes: int
-
-
 def write_folder(
     folder: Path,
     units: Sequence[weights.ExportUnit],
@@ -105,9 +88,10 @@ def write_folder(
     progress: formats.Progress = formats.NO_PROGRESS,
     on_step: Callable[[writer.Step], None] = writer.pass_step,
     form: ShardFormat = SAFETENSORS,
-) -> Written:
+) -> tuple[int, int]:
     """Writes a checkpoint folder; continues where a killed run stopped.
 
+    Returns: the bytes of the tensors, and the bytes of shards that an earlier run has written.
     Args:    files: the small files with their bytes; `config.json` comes last if it is one.   decisions: what decides
              the bytes; a run that continues must have the same.   on_step: called before each change of the disk.
     Raises:  ConversionError if the folder has other files or lacks space, or if a write fails.
@@ -136,7 +120,7 @@ def write_folder(
         disk.sync_folder()
     finally:
         disk.close()
-    return Written(sum(form.num_bytes(unit.tensors) for unit in units), total - left)
+    return sum(form.num_bytes(unit.tensors) for unit in units), total - left
 
 
 def _begin(
@@ -183,11 +167,3 @@ def _write_shard(disk: writer.SteppedFolder, shard: Shard, progress: formats.Pro
         progress.advance(form.num_bytes(unit.tensors), unit.name)
     disk.sync(part)
     disk.rename(part, shard.name)
-
-
-def _index(shards: Sequence[Shard]) -> bytes:
-    """Returns the bytes of the index: the shard of each tensor."""
-    weight_map = {name: shard.name for shard in shards for name, _, _ in shard.tensors()}
-    total = sum(weights.tensor_bytes(unit.tensors) for shard in shards for unit in shard.units)
-    values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(values, indent=2).encode() + b"\n"

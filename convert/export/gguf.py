@@ -1,4 +1,4 @@
-"""Exports of packs as GGUF files, which llama.cpp and what is built on it run.
+"""Exports of packs as GGUF files, for llama.cpp and programs built on it.
 
 Matrices get the GGML type that is asked for, quantized row by row by the `gguf` package; vectors, routers and all other
 tensors that packs do not quantize are float32, as llama.cpp's converter has them.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.convert.export import checkpoints, weights
-from moe_pack.convert.export.folder import Shard, write_folder
+from moe_pack.convert.export.folder import Shard, ShardFormat, write_folder
 from moe_pack.convert.options import GgufType
 from moe_pack.formats import Pack, gguf
 from moe_pack.formats.pack.manifests import COPIED_FILES
@@ -38,7 +38,7 @@ def export_gguf(
     Args:    kind: the type of matrices; None: as `usual_type` says.   work: its `shard_bytes` is the most in a file.
     Raises:  RunError if GGUF cannot have the model or its tokenizer; ConversionError if the folder cannot be written.
     """
-    source = weights.PackSource.of(pack, work.operations)
+    source = weights.PackSource(pack, work.operations)
     model = gguf.gguf_model(source.model.spec)
     kind = kind or usual_type(pack)
     files = {name: pack.read_file(name).tobytes() for name in COPIED_FILES if pack.has(name)}
@@ -54,14 +54,11 @@ def export_gguf(
         "to": "gguf", "type": kind, "root": pack.manifest.root, "shard_bytes": str(work.shard_bytes),
     }  # fmt: skip
     form = _GgufFormat(metadata, kind)
-    found = write_folder(folder, units, {}, decisions, work.shard_bytes, work.progress, work.on_step, form)
+    written = write_folder(folder, units, {}, decisions, work.shard_bytes, work.progress, work.on_step, form)
     notes = gguf.vocabulary_notes(files)
     if kept := len(source.model.claims.unused):
         notes.append(f"not in the file: {kept} tensors of prediction layers, or that nothing runs; the pack keeps them")
-    lost = source.model.lost()
-    return checkpoints.ExportResult(
-        found.num_bytes, found.resumed_bytes, len(model.placements), lost, 0, notes=tuple(notes)
-    )
+    return checkpoints.ExportResult(*written, len(model.placements), source.model.lost(), 0, notes=tuple(notes))
 
 
 def usual_type(pack: Pack) -> GgufType:
@@ -72,12 +69,11 @@ def usual_type(pack: Pack) -> GgufType:
 
 
 def _name(config: Mapping[str, Any], pack: Pack) -> str:
-    """Returns the model's name: that of the source if its config has it, else the pack's."""
     name = config.get("_name_or_path")
     return Path(name).name if isinstance(name, str) and Path(name).name else pack.folder.resolve().name
 
 
-class _GgufFormat:
+class _GgufFormat(ShardFormat):
     """GGUF files. The first part has the metadata, and comes last: without it, the others are nothing."""
 
     def __init__(self, metadata: Mapping[str, Any], kind: GgufType) -> None:
@@ -150,7 +146,6 @@ def _put_experts(
     stored: tuple[StoredTensor, ...],
     put: weights.Put,
 ) -> None:
-    """Puts all experts of a layer."""
     for expert in range(source.model.spec.router.num_experts):
         plain = source.expert(layer, expert, torch.float32)
         for place, (name, kind, _) in zip(places, stored, strict=True):
@@ -164,7 +159,7 @@ def _put_experts(
 
 
 def _rows_of(source: weights.PackSource, place: gguf.Placement) -> weights.Rows:
-    """Returns what gives rows of the roles as matrices with the tensor's columns."""
+    """Returns rows of the roles as matrices with the tensor's columns."""
     dense = {each.role.name: each for each in source.pack.layout.dense}
     parts = [(role, weights.dense_rows(source.pack, dense[role.name], source.operations)) for role in place.roles]
     if len(parts) == 1 and len(parts[0][0].shape) == 2:
@@ -178,7 +173,7 @@ def _whole(role: DenseRole, rows: weights.Rows) -> Tensor:
 
 
 def _reordered(rows: weights.Rows, place: gguf.Placement) -> weights.Rows:
-    """Returns what gives the rows of the tensor, from what gives those of its roles."""
+    """Returns the rows of the tensor, given those of its roles."""
     (role, *others) = place.roles
     if place.keys is not None or place.values is not None:
         return _of_heads(_whole(role, rows), place)
@@ -194,7 +189,7 @@ def _reordered(rows: weights.Rows, place: gguf.Placement) -> weights.Rows:
 
 
 def _of_heads(whole: Tensor, place: gguf.Placement) -> weights.Rows:
-    """Returns what gives rows of the keys, transposed, or of the values of latent attention."""
+    """Returns rows of the keys, transposed, or of the values of latent attention."""
     heads = whole.view(place.shape[0], -1, whole.shape[1])
     part = heads[:, : place.keys].transpose(1, 2) if place.keys is not None else heads[:, -(place.values or 0) :]
     flat = part.reshape(-1, place.shape[-1])

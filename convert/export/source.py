@@ -1,8 +1,7 @@
-"""The checkpoint that a pack came from, and the tensors that an export gives it back.
+"""The checkpoint that a pack came from, and the tensors of an export.
 
-A pack's `config.json` and `source.json` say what its checkpoint was, and the family says where each weight lay in it.
-`SourceModel` reads both. `exported_tensors` lists the tensors of a checkpoint in 16 or 32 bit in their place: a source
-that was quantized gets the names and shapes that the family has for plain weights.
+`SourceModel` reads the pack's `config.json` and `source.json`. `exported_tensors` lists the tensors of a checkpoint in
+16 or 32 bit: a source that was quantized gets the names and shapes that the family has for plain weights.
 """
 
 import json
@@ -37,7 +36,7 @@ class SourceModel:
 
     @classmethod
     def of(cls, pack: formats.Pack) -> "SourceModel":
-        """Reads the checkpoint of a pack from what the pack has of it.
+        """Reads the checkpoint of a pack.
 
         Raises:  RunError for a synthetic pack; PackError if config and account do not describe the pack's model.
         """
@@ -74,8 +73,7 @@ class SourceModel:
     def plain_config(self) -> dict[str, Any]:
         """Returns the config without the encoding of quantized tensors, in the objects of all its models.
 
-        If it says that the embedding is the head, and the model has another one, it says so no longer, where that
-        changes nothing else.
+        The embedding is no longer the head if the model has another one and this changes nothing else.
         """
         plain = _without(self.config, "quantization_config")
         if read_spec(Config(plain, CONFIG_FILE))[1].tied_head == self.spec.tied_head:
@@ -116,18 +114,15 @@ def exported_tensors(
     of_experts = {name for source in experts.values() for name in (source.tensor, source.scales)}
     for name, (kind, shape, source) in _dense_tensors(pack, model, dtype).items():
         assert name not in of_experts, f"{name}: dense and an expert's"
-        tensors[name] = (kind, _plain_shape(source, shape))
-    for pieces in model.claims.tables.values():
-        tensors |= {source.tensor: _as_it_was(model, source.tensor) for source in pieces}
-    for name in (*model.claims.unused, *model.claims.constants):
-        tensors[name] = _as_it_was(model, name)
+        if source.codec == "packed":  # with a word for several columns
+            shape = (*shape[:-1], shape[-1] * WORD_BITS // source.num_bits)
+        tensors[name] = (kind, shape)
+    tables = (source.tensor for pieces in model.claims.tables.values() for source in pieces)
+    as_it_was = model.shapes()
+    tensors |= {name: as_it_was[name] for name in (*tables, *model.claims.unused, *model.claims.constants)}
     for name, original in model.claims.copies.items():
-        tensors[name] = tensors[original] if original in tensors else _as_it_was(model, original)
+        tensors[name] = tensors[original] if original in tensors else as_it_was[original]
     return tensors
-
-
-def _as_it_was(model: SourceModel, name: str) -> tuple[str, tuple[int, ...]]:
-    return model.tensors[name].dtype, model.tensors[name].shape
 
 
 def _dense_tensors(
@@ -152,13 +147,7 @@ def plain_name(source: claiming.SourceMatrix) -> str:
     return source.tensor.removesuffix("_packed") if source.codec == "packed" else source.tensor
 
 
-def _plain_shape(source: claiming.SourceMatrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that a tensor has in a checkpoint without codes: packed, it has a word for several columns."""
-    return (*shape[:-1], shape[-1] * WORD_BITS // source.num_bits) if source.codec == "packed" else shape
-
-
 def _expert_tensors(model: SourceModel, dtype: Dtype | None, by_expert: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape of the tensors with experts and their biases."""
     tensors = dict[str, tuple[str, tuple[int, ...]]]()
     for layer in model.spec.moe_layers:
         spelling = _plain_spelling(model, layer, by_expert)
@@ -185,15 +174,10 @@ def _plain_spelling(model: SourceModel, layer: int, by_expert: bool) -> ExpertNa
     for names in (own, *known):
         if not names.scales and not names.of_gguf and (not by_expert or _is_by_expert(names)):
             return names
-    family = model.family.model_type
+    needed = "experts in 16 bit; this cannot be exported"
     if by_expert:
-        raise formats.RunError(
-            f"checkpoints of family {family!r} have no names for each expert's matrices, which vLLM's codes need; use "
-            "--to safetensors"
-        )
-    raise formats.RunError(
-        f"checkpoints of family {family!r} have no names for experts in 16 bit; this cannot be exported"
-    )
+        needed = "each expert's matrices, which vLLM's codes need; use --to safetensors"
+    raise formats.RunError(f"checkpoints of family {model.family.model_type!r} have no names for {needed}")
 
 
 def _is_by_expert(names: ExpertNames) -> bool:
@@ -202,7 +186,7 @@ def _is_by_expert(names: ExpertNames) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose values a place in a tensor has: a dense role's, or those of a matrix or a bias of an expert of a layer."""
+    """The role of a place in a tensor: a dense role, or a matrix or a bias of an expert of a layer."""
 
     kind: Literal["dense", "matrix", "bias"]
     name: str

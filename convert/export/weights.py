@@ -1,8 +1,8 @@
 """A pack's weights as its checkpoint had them, written piece by piece into the tensors of an export.
 
-`PlainExpert` is an expert in the source's coordinates and its order of neurons, each neuron once. `ExportUnit` is what
-an export writes at once: a dense tensor, an expert, or, where a tensor has all experts of a layer, that layer. A unit
-computes the bytes of its tensors a few rows at a time, and never has more than one expert in memory.
+`PlainExpert`: an expert in the source's coordinates and its order of neurons, each neuron once. `ExportUnit`: a dense
+tensor, an expert, or, where a tensor has all experts of a layer, that layer. A unit computes the bytes of its tensors
+a few rows at a time, and never has more than one expert in memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -76,10 +76,7 @@ class PlainExpert:
             self.biases["down"] = rotation.source_rows("down", bias[None])[0]
 
     def scales(self, matrix: formats.Matrix) -> tuple[Tensor, Tensor] | None:
-        """Returns scales and zeros of the rows of a matrix, float32 [f, groups] each, in the source's order.
-
-        Returns: None if the stored rows are not affine codes in the source's coordinates.
-        """
+        """Returns scales and zeros of rows in the source's order, float32 [f, groups] each; None without such."""
         place = self._layout.find(matrix)
         assert place is not None, f"{matrix} is one of the family's matrices"
         layout, part, base = place
@@ -94,7 +91,7 @@ class PlainExpert:
         return scale, zero
 
     def rows(self, owner: Owner, source: claiming.SourceMatrix) -> Rows:
-        """Returns what gives the rows of a matrix or a bias as a checkpoint has them."""
+        """Returns the rows of a matrix or a bias as a checkpoint has them."""
         if owner.kind == "bias":
             values = self.biases[owner.name][:, None]  # type: ignore[index]  # an owner's name is a matrix
         else:
@@ -104,7 +101,7 @@ class PlainExpert:
 
 
 def dense_rows(pack: formats.Pack, dense: DenseLayout, operations: Operations) -> Rows:
-    """Returns what gives rows of a dense tensor: the values of its stored bytes, float32 if it is quantized."""
+    """Returns rows of a dense tensor: the values of its stored bytes, float32 if it is quantized."""
 
     def rows(start: int, stop: int) -> Tensor:
         raw = torch.from_numpy(pack.read_dense(dense.entry, start, stop))
@@ -167,18 +164,15 @@ def pieces_of(claims: claiming.Claims) -> dict[str, list[Piece]]:
         found.sort(key=lambda span: span[:2])
         groups, end = list[list[tuple[int, int, int, Owner, claiming.SourceMatrix]]](), -1
         for span in found:
-            if span[0] < end:
-                groups[-1].append(span)
-            else:
-                groups.append([span])
+            if span[0] >= end:
+                groups.append([])
+            groups[-1].append(span)
             end = max(end, span[1])
-        pieces[tensor] = [
-            Piece(
-                tensor, group[0][0], max(span[1] for span in group) - group[0][0], group[0][2],
-                tuple((owner, source) for *_, owner, source in group),
-            )
-            for group in groups
-        ]  # fmt: skip
+        for group in groups:
+            first, _, size, *_ = group[0]
+            num_rows = max(span[1] for span in group) - first
+            places = tuple((owner, source) for *_, owner, source in group)
+            pieces.setdefault(tensor, []).append(Piece(tensor, first, num_rows, size, places))
     return pieces
 
 
@@ -197,22 +191,15 @@ def put_rows(put: Put, tensor: str, first_row: int, values: Tensor) -> None:
     put(tensor, first_row * values.shape[1] * values.dtype.itemsize, raw)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class PackSource:
-    """What the units of an export read: an open pack with its order of neurons, and how to compute with it."""
+    """An open pack with its order of neurons and its checkpoint, from which the units of an export are computed.
 
-    pack: formats.Pack
-    model: SourceModel
-    order: NDArray[np.uint32]
-    operations: Operations
+    Raises:  as `SourceModel.of`.
+    """
 
-    @classmethod
-    def of(cls, pack: formats.Pack, operations: Operations) -> "PackSource":
-        """Reads what a pack says of its checkpoint.
-
-        Raises:  as `SourceModel.of`.
-        """
-        return cls(pack, SourceModel.of(pack), pack.read_order(), operations)
+    def __init__(self, pack: formats.Pack, operations: Operations) -> None:
+        self.pack, self.operations = pack, operations
+        self.model, self.order = SourceModel.of(pack), pack.read_order()
 
     def expert(self, layer: int, expert: int, dtype: torch.dtype) -> PlainExpert:
         """Reads an expert of a decoder layer."""
@@ -233,7 +220,6 @@ def _put_dense(source: PackSource, dtype: torch.dtype, pieces: list[Piece], put:
 
 
 def _put_experts(source: PackSource, group: "ExpertTensors", put: Put) -> None:
-    """Puts experts of a layer whose tensors are plain."""
     dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in group.tensors}
     for expert, pieces in group.pieces.items():
         weights = {dtypes[piece.tensor] for piece in pieces if piece.places[0][0].kind == "matrix"}
@@ -255,12 +241,10 @@ def _put_table(pack: formats.Pack, layer: int, start: int, tensor: safetensors.S
 
 
 def _put_numbers(name: str, numbers: tuple[int, ...], put: Put) -> None:
-    """Puts a tensor of numbers that follow from the config."""
     put(name, 0, np.array(numbers, "<i8").view(np.uint8))
 
 
 def _put_unused(pack: formats.Pack, name: str, put: Put) -> None:
-    """Puts a tensor whose bytes the pack keeps although it does not run it."""
     for item in pack.layout.items():
         if item.kind == "unused" and item.role == name:
             put(name, item.start, pack.read_unused(item.offset, item.num_bytes))

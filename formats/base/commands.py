@@ -57,9 +57,13 @@ def option(*flags: str, **fields: Any) -> Mapping[str, Option]:
     """Returns a field's metadata: the option that sets the field, with the `fields` of `Option`.
 
     A `bool` is a flag, which turns the field's default around; a `Literal` is a choice; a `Path` is a path; a `TextIO`
-    is a UTF-8 file or `-`. Help shows the default, unless it is None or `help` has "[default: ...]" itself.
+    is a UTF-8 file or `-`. Help shows the default, unless it is None or `help` has "[default: ...]" itself. The last
+    flag may be followed by the metavar: "--output FILE".
     """
-    return {_KEY: Option(flags, **fields)}
+    *others, last = flags
+    name, _, metavar = last.partition(" ")
+    fields.setdefault("metavar", metavar or None)
+    return {_KEY: Option((*others, name), **fields)}
 
 
 def option_field(default: Any, *flags: str, **fields: Any) -> Any:

@@ -9,10 +9,10 @@ from threading import Event, Lock
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from numpy.typing import NDArray
 from support.cases import case
 from support.coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
+from support.commands import done
 from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.models import Tensors, TinyMixtral
@@ -23,7 +23,6 @@ from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import GuardedQuantizer, calibration_bytes
 from moe_pack.convert import encoding
 from moe_pack.convert.account import Preparation, Recipe
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.encoding import MadeItem, job_bytes, made_item
 from moe_pack.convert.kept import keep_source
 from moe_pack.convert.pipeline import convert, layout_for, memory_line
@@ -191,9 +190,8 @@ def test_workers_that_wait_for_memory_are_told_of_and_how_much_would_do(
     source: Path, checkpoint: Checkpoint, profile: Profile
 ) -> None:
     out = source.parent / "told"
-    few = [str(out), "--profile", str(profile.folder), "--record-bits", "2", "--workers", "5", "--memory"]
-    found = CliRunner().invoke(main, ["convert", str(source), "-o", *few, "30M"])
-    assert found.exit_code == 0, found.output
+    few = [out, "--profile", profile.folder, "--record-bits", 2, "--workers", 5, "--memory", "30M"]
+    found = done("convert", source, "-o", *few)
     told = re.search(
         r"(\d) of 5 workers run at once, because an expert takes up to (.*) MiB; --memory 1G is enough", found.stderr
     )
@@ -255,7 +253,7 @@ def test_a_weight_that_no_scale_holds_is_named(
     held.close()
 
 
-def test_kept_codes_and_biases_stand_beside_calibrated_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_codes_and_biases_stand_next_to_calibrated_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOADED, "mixtral", held_so(IN_BLOCKS, bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:
@@ -315,49 +313,41 @@ def test_a_profile_with_inputs_calibrates(new_folder: Callable[[], Path]) -> Non
     for options, quantizer, formats in cases:
         with case(options, quantizer, formats):
             tmp_path = new_folder()
-            done = run("convert", source, "-o", tmp_path / "p", "--profile", profile.folder, *options)
-            assert done.exit_code == 0, done.stderr
+            done("convert", source, "-o", tmp_path / "p", "--profile", profile.folder, *options)
             assert formats_in(tmp_path / "p") == (quantizer, formats)
 
 
 def test_a_profile_without_inputs_leaves_it_to_hqq(source: Path, tmp_path: Path) -> None:
     profiled(source, tmp_path / "bare", random_tokens(2, 8, 96), dataclasses.replace(QUICK, keeps_inputs=False))
-    done = run("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "bare")
-    assert done.exit_code == 0, done.stderr
+    done("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "bare")
     assert formats_in(tmp_path / "p") == ("hqq", {part_format(4, 64)})
 
 
-USAGE = {
-    "no profile": (
-        ["--quantizer", "calibrated"],
-        "--quantizer calibrated needs the experts' inputs; give a profile that has them with --profile",
-    ),
-    "a profile for nothing": (
-        ["--quantizer", "nearest", "--profile", "PROFILE"],
-        "--profile: nearest does not use a profile, and neurons are sorted only for a sparsity; give --sparsity, or "
-        "remove --quantizer",
-    ),
-}
 REFUSED = {
-    "a trellis of 8 bits": (["--codec", "trellis", "--record-bits", "8"],
-                            "--record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine"),
-    "affine of half bits": (["--codec", "affine", "--selector-bits", "2.5"],
-                            "--selector-bits 2.5: affine has whole bits only; use --codec trellis"),
-    "a trellis by hqq": (["--record-bits", "2.5"],
-                         "--record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest"),
+    "--quantizer calibrated": (
+        2, "Error: --quantizer calibrated needs the experts' inputs; give a profile that has them with --profile"
+    ),
+    "--quantizer nearest --profile PROFILE": (
+        2, "Error: --profile: nearest does not use a profile, and neurons are sorted only for a sparsity; give "
+        "--sparsity, or remove --quantizer"
+    ),
+    "--codec trellis --record-bits 8": (
+        1, "moe-pack: --record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine"
+    ),
+    "--codec affine --selector-bits 2.5": (
+        1, "moe-pack: --selector-bits 2.5: affine has whole bits only; use --codec trellis"
+    ),
+    "--record-bits 2.5": (
+        1, "moe-pack: --record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest"
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", USAGE)
-def test_options_that_do_not_go_together_are_refused(source: Path, profile: Profile, tmp_path: Path, name: str) -> None:
-    options, line = USAGE[name]
-    given = [str(profile.folder) if option == "PROFILE" else option for option in options]
-    refused = run("convert", source, "-o", tmp_path / "p", *given)
-    assert refused.exit_code == 2 and refused.stderr.splitlines()[-1] == f"Error: {line}"
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_formats_that_there_are_not_are_refused(source: Path, tmp_path: Path, name: str) -> None:
-    options, line = REFUSED[name]
-    refused = run("convert", source, "-o", tmp_path / "p", *options)
-    assert (refused.exit_code, refused.stderr) == (1, f"moe-pack: {line}\n")
+def test_options_that_do_not_go_together_and_formats_that_there_are_not_are_refused(
+    source: Path, profile: Profile, tmp_path: Path
+) -> None:
+    for options, (exit_code, line) in REFUSED.items():
+        with case(options):
+            given = [str(profile.folder) if option == "PROFILE" else option for option in options.split()]
+            refused = run("convert", source, "-o", tmp_path / "p", *given)
+            assert refused.exit_code == exit_code and refused.stderr.splitlines()[-1] == line

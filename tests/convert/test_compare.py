@@ -43,7 +43,7 @@ def test_errors_shrink_with_the_width_and_are_those_of_the_weights(tmp_path: Pat
 
 @pytest.mark.parametrize("hidden_size", [64, 512])
 def test_one_bit_hqq_over_whole_rows_is_still_known_for_its_source(hidden_size: int, tmp_path: Path) -> None:
-    """What one bit a weight keeps over long rows is little, but no chance."""
+    """One bit a weight keeps little over long rows, but more than chance."""
     source = TinyMixtral(hidden_size=hidden_size, intermediate_size=80).write(tmp_path / "source")
     pack(source, tmp_path / "packed", width=1, group=0, dense_width=1, quantizer="hqq")
     assert compared(source, tmp_path / "packed")["gate", "1 bit row"] > 0.5

@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.cases import case
 from support.killing import (
     CLAIM,
     JOURNAL,
@@ -68,7 +70,7 @@ def unfinished(source: Path, out: Path) -> Path:
 
 
 def refusal(source: Path, out: Path) -> str:
-    """What a conversion into a folder says that it leaves exactly as it was."""
+    """Returns the error of a conversion into a folder that it leaves exactly as it was."""
     before = files_in(out)
     with pytest.raises(ConversionError) as caught:
         converted(source, out)
@@ -108,17 +110,12 @@ def each_step(scenarios: dict[str, list[Trial]]) -> list[Trial]:
     return scenarios["each_step"]
 
 
-@pytest.fixture(scope="module")
-def power_cuts(scenarios: dict[str, list[Trial]]) -> list[Trial]:
-    return scenarios["power_cuts"]
-
-
 def test_killed_at_any_step_and_resumed_it_writes_the_same_bytes(each_step: list[Trial]) -> None:
     assert [trial.what for trial in each_step if not trial.runs[0].killed] == []
     assert faulty(each_step) == []
 
 
-def test_the_steps_are_all_kinds_of_change_to_the_drive_and_every_file_is_among_them(each_step: list[Trial]) -> None:
+def test_the_steps_are_all_kinds_of_change_to_the_disk_and_every_file_is_among_them(each_step: list[Trial]) -> None:
     steps = each_step[-1].runs[0].steps
     assert len(each_step) == len(steps)
     assert {action for action, _ in steps} == {"mkdir", "create", "truncate", "write", "fsync", "rename", "unlink"}
@@ -166,13 +163,12 @@ def test_killed_time_after_time_with_changing_workers_it_still_ends(scenarios: d
     assert all(len(trial.runs) > 2 for trial in trials)
 
 
-def test_losing_power_and_all_that_was_not_synced_it_still_writes_the_same_bytes(power_cuts: list[Trial]) -> None:
-    assert [trial.what for trial in power_cuts if not trial.runs[0].killed] == []
-    assert faulty(power_cuts) == []
-
-
-def test_losing_power_it_loses_at_most_the_item_that_was_being_written(power_cuts: list[Trial]) -> None:
-    assert written_again(power_cuts) == {0, 1}
+def test_losing_power_it_loses_at_most_the_item_that_was_being_written(scenarios: dict[str, list[Trial]]) -> None:
+    """All that was not synced is lost; it still writes the same bytes."""
+    trials = scenarios["power_cuts"]
+    assert [trial.what for trial in trials if not trial.runs[0].killed] == []
+    assert faulty(trials) == []
+    assert written_again(trials) == {0, 1}
 
 
 def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(
@@ -188,7 +184,7 @@ def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(
 
 
 @pytest.fixture(scope="module")
-def small_drive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trial]]:
+def small_space(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trial]]:
     """The scenarios of a disk that is too small, on a tmpfs of 2 MiB.
 
     It is mounted in a namespace of the command's own, and so goes with it, however it ends.
@@ -207,9 +203,9 @@ def small_drive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tria
 
 @pytest.mark.slow
 def test_a_disk_too_small_is_refused_before_any_large_write_and_resumes_with_room(
-    small_drive: dict[str, list[Trial]],
+    small_space: dict[str, list[Trial]],
 ) -> None:
-    (trial,) = small_drive["full_from_the_start"]
+    (trial,) = small_space["full_from_the_start"]
     refused, resumed = trial.runs
     assert_one_clear_line(
         refused.error, "more bytes, the disk has", "free; free some space, then run the same command again"
@@ -219,10 +215,10 @@ def test_a_disk_too_small_is_refused_before_any_large_write_and_resumes_with_roo
     assert faulty([trial]) == []
 
 
-def test_a_drive_that_fills_up_at_any_write_stops_the_conversion_which_resumes_with_room(
-    small_drive: dict[str, list[Trial]],
+def test_a_disk_that_fills_up_at_any_write_stops_the_conversion_which_resumes_with_room(
+    small_space: dict[str, list[Trial]],
 ) -> None:
-    trials = small_drive["filling_up"]
+    trials = small_space["filling_up"]
     assert faulty(trials) == []
     # Where the file's last page had space, the write did not need the disk's.
     stopped = [trial for trial in trials if trial.runs[0].error]
@@ -245,12 +241,8 @@ def test_a_finished_pack_is_found_finished_and_nothing_changes(source: Path, tmp
     first = converted(source, out)
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino, path.read_bytes()) for path in out.iterdir()}
     second = converted(source, out)
-    assert (first.written, second.written) == (True, False)
+    assert (first.written, second.written, first.resumed_bytes) == (True, False, 0)
     assert {path: (path.stat().st_mtime_ns, path.stat().st_ino, path.read_bytes()) for path in out.iterdir()} == before
-
-
-def test_a_fresh_conversion_resumes_nothing(source: Path, tmp_path: Path) -> None:
-    assert converted(source, tmp_path / "out").resumed_bytes == 0
 
 
 class Amounts(Recorder):
@@ -285,20 +277,22 @@ def test_a_resumed_conversion_has_all_items_but_the_last_ones(source: Path, tmp_
     assert seen.amounts == experts
 
 
-def test_a_folder_that_holds_something_else_is_refused(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "letters.txt").write_text("dear reader")
-    message = refusal(source, out)
-    assert_one_clear_line(
-        message, "out: contains 'letters.txt', which is not part of a conversion; give a new or empty folder"
-    )
-
-
-def test_an_empty_folder_is_taken(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    assert converted(source, out).written
+def test_a_folder_that_holds_something_else_is_refused(source: Path, new_folder: Callable[[], Path]) -> None:
+    other = "out: contains another pack; give another output folder, or remove this one"
+    cases: list[tuple[str, Callable[[Path], object], str]] = [
+        ("a letter", lambda out: (out / "letters.txt").write_text("dear reader"),
+         "out: contains 'letters.txt', which is not part of a conversion; give a new or empty folder"),
+        ("other options", lambda out: pack(source, out, width=8), other),
+        ("another source", lambda out: converted(TinyMixtral(num_experts=3).write(out.parent / "other"), out), other),
+    ]  # fmt: skip
+    for name, fill, message in cases:
+        with case(name):
+            out = new_folder() / "out"
+            out.mkdir()
+            fill(out)
+            assert_one_clear_line(refusal(source, out), message)
+    empty = new_folder()
+    assert converted(source, empty).written
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(source: Path, tmp_path: Path) -> None:
@@ -308,19 +302,6 @@ def test_a_file_in_the_place_of_the_folder_is_refused(source: Path, tmp_path: Pa
         converted(source, out)
     assert_one_clear_line(str(caught.value), "out: cannot be used as output folder (Not a directory)")
     assert out.read_text() == "not a folder"
-
-
-def test_a_folder_with_a_pack_of_other_options_is_refused(source: Path, tmp_path: Path) -> None:
-    pack(source, tmp_path / "out", width=8)
-    message = refusal(source, tmp_path / "out")
-    assert_one_clear_line(message, "out: contains another pack; give another output folder, or remove this one")
-
-
-def test_a_folder_with_a_pack_of_another_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
-    other = TinyMixtral(num_experts=3).write(tmp_path / "other")
-    converted(other, tmp_path / "out")
-    message = refusal(source, tmp_path / "out")
-    assert_one_clear_line(message, "out: contains another pack; give another output folder, or remove this one")
 
 
 def test_an_unfinished_conversion_with_other_options_is_refused(source: Path, tmp_path: Path) -> None:
@@ -344,33 +325,31 @@ def test_an_unfinished_conversion_whose_source_was_written_again_is_refused(sour
     assert converted(source, out).written
 
 
-def test_an_unfinished_conversion_whose_source_has_another_size_is_refused(source: Path, tmp_path: Path) -> None:
-    out = unfinished(source, tmp_path / "out")
-    shard = source / "model.safetensors"
-    was = shard.stat()
-    save_file(TinyMixtral().tensors(), shard, {"note": "the same weights, a longer header"})
-    os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns))
-    assert shard.stat().st_size != was.st_size
-    assert_one_clear_line(refusal(source, out), "out: contains an unfinished conversion of another source")
+def test_an_unfinished_conversion_whose_source_or_files_have_changed_is_refused(new_folder: Callable[[], Path]) -> None:
+    def grow(source: Path, _: Path) -> None:
+        shard = source / "model.safetensors"
+        was = shard.stat()
+        save_file(TinyMixtral().tensors(), shard, {"note": "the same weights, a longer header"})
+        os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns))
+        assert shard.stat().st_size != was.st_size
 
-
-def test_an_unfinished_conversion_whose_tokenizer_has_changed_is_refused(source: Path, tmp_path: Path) -> None:
-    (source / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
-    out = unfinished(source, tmp_path / "out")
-    (source / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
-    assert_one_clear_line(refusal(source, out), "out: contains an unfinished conversion of another source")
-
-
-def test_an_unfinished_conversion_that_lost_a_file_is_refused(source: Path, tmp_path: Path) -> None:
-    out = unfinished(source, tmp_path / "out")
-    (out / "dense.safetensors").unlink()
-    assert_one_clear_line(refusal(source, out), "dense.safetensors was removed from an unfinished conversion")
-
-
-def test_an_unfinished_conversion_with_a_file_cut_short_is_refused(source: Path, tmp_path: Path) -> None:
-    out = unfinished(source, tmp_path / "out")
-    os.truncate(out / "dense.safetensors", 4096)
-    assert_one_clear_line(refusal(source, out), "dense.safetensors has changed its size; remove the folder")
+    other = "out: contains an unfinished conversion of another source"
+    cases: list[tuple[str, Callable[[Path, Path], object], str]] = [
+        ("another size", grow, other),
+        ("another tokenizer", lambda source, _: (source / "tokenizer_config.json").write_text("{}"), other),
+        ("a lost file", lambda _, out: (out / "dense.safetensors").unlink(),
+         "dense.safetensors was removed from an unfinished conversion"),
+        ("a short file", lambda _, out: os.truncate(out / "dense.safetensors", 4096),
+         "dense.safetensors has changed its size; remove the folder"),
+    ]  # fmt: skip
+    for name, change, message in cases:
+        with case(name):
+            folder = new_folder()
+            source = TinyMixtral().write(folder / "source")
+            (source / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
+            out = unfinished(source, folder / "out")
+            change(source, out)
+            assert_one_clear_line(refusal(source, out), message)
 
 
 def test_an_unfinished_file_that_cannot_be_opened_is_one_clear_line(source: Path, tmp_path: Path) -> None:

@@ -4,20 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import done
+from support.commands import moe_pack as run
 from support.families import Tiny, config_of, write
 from support.models import pack
 
 from moe_pack.convert import compare_logits
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
 from moe_pack.formats.families import Checkpoint
 
 TINY = Tiny("switch_transformers", "as it comes")
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +23,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "config.json")
 
 
-def test_a_plan_for_a_card_is_refused(config: str) -> None:
+def test_a_plan_for_a_gpu_is_refused(config: str) -> None:
     result = run("plan", config, "--target-vram", "11G", "--device", "cuda")
     assert result.exit_code == 1
     assert "--device cuda: models with an encoder do not run on GPUs; give --device cpu" in result.stderr
@@ -36,15 +32,13 @@ def test_a_plan_for_a_card_is_refused(config: str) -> None:
 def test_edgemoe_plans_for_the_cpu(config: str, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     arguments = ("--target-vram", "1G", "--device", "cpu", "--preset", "edgemoe", "-o", str(plan))
-    result = run("plan", config, *arguments)
-    assert result.exit_code == 0, result.output
+    result = done("plan", config, *arguments)
     assert "tokens/s count encoder and decoder for every token" in result.output
     assert json.loads(plan.read_text())
 
 
 def test_a_synthetic_pack_is_made(config: str, tmp_path: Path) -> None:
-    result = run("synth", config, "-o", str(tmp_path / "synthetic"))
-    assert result.exit_code == 0, result.output
+    done("synth", config, "-o", tmp_path / "synthetic")
     with Pack(tmp_path / "synthetic") as opened:
         assert opened.spec.encoder is not None and opened.spec.moe_layers == (1, 3, 5)
 

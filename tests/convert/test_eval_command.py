@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.cases import case
+from support.commands import done
 from support.commands import moe_pack as run
 from support.models import BOOK, TinyMixtral, pack, with_tokenizer
 
@@ -41,8 +42,7 @@ def packed(made: Path, tmp_path: Path) -> Path:
 
 
 def measured(*arguments: str | Path) -> dict[str, Any]:
-    result = run("eval", *arguments, "--json")
-    assert result.exit_code == 0, result.output
+    result = done("eval", *arguments, "--json")
     found: dict[str, Any] = json.loads(result.stdout)
     return found["quality"]
 
@@ -98,7 +98,7 @@ def test_what_an_interrupted_run_left_of_other_text_is_in_nobodys_way(
 
 
 @pytest.mark.slow
-def test_exactly_the_source_runs_beside_the_pack(source: Path, packed: Path) -> None:
+def test_exactly_the_source_runs_next_to_the_pack(source: Path, packed: Path) -> None:
     compact = measured(packed, "--against", source, *SHORT)["against"]
     exact = measured(packed, "--against", source, "--exact", *SHORT)["against"]
     assert exact["is_exact"] and not compact["is_exact"]

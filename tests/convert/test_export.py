@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from support.cases import case
 from support.coded import (
@@ -25,13 +24,14 @@ from support.coded import (
     quantize_fp8,
     quantize_packed,
 )
+from support.commands import done
+from support.commands import moe_pack as run
 from support.families import CARDS, TINY, Tiny, original, token_ids, write
 from support.models import DEMO_MODEL, PackMaker, Tensors, TinyMixtral, pack
 from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.quantize import rotation_vectors
 from moe_pack.convert.account import Preparation
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.export import ExportWork, compare_export, export_compressed, export_plain
 from moe_pack.convert.pipeline import convert
 from moe_pack.formats import (
@@ -310,9 +310,9 @@ def test_codes_with_a_zero_in_the_middle_are_carried_over(new_folder: Callable[[
                 result = export_compressed(opened, folder / "out", "f16", bits)  # type: ignore[arg-type]  # as above
                 export_plain(opened, folder / "plain", "f32")
             assert result.codes is not None
-            kept = {matrix: (each.carried, each.quantized) for matrix, each in result.codes.matrices.items()}
+            kept = {matrix: (each.carried, each.quantized) for matrix, each in result.codes.items()}
             assert kept == {"gate": (6, 0), "up": (6, 0), "down": (0, 6)}
-            assert result.codes.matrices["gate"].error == 0 < result.codes.matrices["down"].error
+            assert result.codes["gate"].error == 0 < result.codes["down"].error
             coded, plain = Checkpoint(folder / "out"), Checkpoint(folder / "plain")
             for matrix in ("gate", "up"):
                 one, other = (CheckpointWeights(each).expert(1, 2) for each in (coded, plain))
@@ -335,8 +335,8 @@ def test_other_codes_are_quantized_again(new_folder: Callable[[], Path]) -> None
             pack(source, folder / "pack", **({"width": 4, "group": 32} | options))  # type: ignore[arg-type]  # of options
             with Pack(folder / "pack") as opened:
                 codes = export_compressed(opened, folder / "out", None, 8).codes
-            assert codes is not None and all(each.carried == 0 for each in codes.matrices.values())
-            assert all(0 < each.relative < 0.01 for each in codes.matrices.values())
+            assert codes is not None and all(each.carried == 0 for each in codes.values())
+            assert all(0 < each.relative < 0.01 for each in codes.values())
 
 
 def test_words_are_those_of_the_library(tmp_path: Path) -> None:
@@ -434,18 +434,14 @@ def test_a_shard_that_is_complete_is_not_written_again(tmp_path: Path) -> None:
     assert found.resumed_bytes == sum(path.stat().st_size for path in earlier) and len(earlier) == 2
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["export", *arguments])
-
-
 @pytest.mark.slow
 def test_the_command_says_what_it_wrote_and_what_differs(demo_pack: PackMaker, tmp_path: Path) -> None:
-    found = run(str(demo_pack("none", 4)), "--to", "compressed-tensors", "-o", str(tmp_path / "out"), "--json")
+    found = run("export", str(demo_pack("none", 4)), "--to", "compressed-tensors", "-o", tmp_path / "out", "--json")
     assert found.exit_code == 0, found.output
     values = json.loads(found.stdout)
     assert values["lost"] == {} and values["zeros"] == 0 and values["logits"]["kl"] < 0.01
     assert values["codes"]["down"]["carried"] == 0 and 0.05 < values["codes"]["down"]["relative"] < 0.12
-    again = run(str(demo_pack("none", 4)), "--to", "safetensors", "-o", str(tmp_path / "out"))
+    again = run("export", str(demo_pack("none", 4)), "--to", "safetensors", "-o", tmp_path / "out")
     assert again.exit_code == 1 and "is not empty; give a new folder" in again.output
     assert Checkpoint(tmp_path / "out").spec == Checkpoint(DEMO_MODEL).spec
 
@@ -456,11 +452,18 @@ def test_thresholds_are_said_to_be_lost(tmp_path: Path) -> None:
         assert (
             "all neurons run"
             not in run(
-                str(tmp_path / "pack"), "--to", "safetensors", "-o", str(tmp_path / "first"), "--compare-tokens", "0"
+                "export",
+                tmp_path / "pack",
+                "--to",
+                "safetensors",
+                "-o",
+                tmp_path / "first",
+                "--compare-tokens",
+                "0",
             ).output
         )
         rewrite_thresholds(tmp_path / "pack", np.full_like(opened.thresholds, 0.01))
-    found = run(str(tmp_path / "pack"), "--to", "safetensors", "-o", str(tmp_path / "out"), "--compare-tokens", "8")
+    found = run("export", tmp_path / "pack", "--to", "safetensors", "-o", tmp_path / "out", "--compare-tokens", "8")
     assert found.exit_code == 0 and "in the export all neurons run" in found.output
     assert "largest difference" in found.output  # from the pack with all neurons
     with Pack(tmp_path / "pack") as opened:
@@ -483,16 +486,15 @@ def test_what_cannot_be_exported_is_refused(new_folder: Callable[[], Path]) -> N
         (fused, ("compressed-tensors",), "'gpt_oss' have no names for each expert's matrices"),
     ]:
         with case(arguments):
-            found = run(str(place / "pack"), "--to", *arguments, "-o", str(place / "refused"))
+            found = run("export", place / "pack", "--to", *arguments, "-o", place / "refused")
             assert found.exit_code in (1, 2) and message in " ".join(found.output.split())
             assert not (place / "refused").exists()
-    assert run(str(folder / "pack"), "--to", "safetensors", "-o", str(folder / "out")).exit_code == 0
+    assert run("export", folder / "pack", "--to", "safetensors", "-o", folder / "out").exit_code == 0
 
 
 def test_a_synthetic_pack_has_nothing_to_export(tmp_path: Path) -> None:
     MODEL.write(tmp_path / "source")
-    made = CliRunner().invoke(main, ["synth", str(tmp_path / "source" / "config.json"), "-o", str(tmp_path / "pack")])
-    assert made.exit_code == 0, made.output
+    done("synth", tmp_path / "source" / "config.json", "-o", tmp_path / "pack")
     with Pack(tmp_path / "pack") as opened, pytest.raises(RunError, match="is synthetic"):
         export_plain(opened, tmp_path / "out", None)
 

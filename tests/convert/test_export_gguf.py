@@ -1,9 +1,10 @@
 """GGUF out: a pack becomes a GGUF file, whose metadata, tensors and logits are judged by llama.cpp's own.
 
-The golden files of tests/data/gguf are by llama.cpp's converter. What we write of a pack of one is compared with it,
-key by key and value by value. docs/export.md has what llama.cpp computes from our files.
+The golden files of tests/data/gguf are by llama.cpp's converter. Our file of a pack of one is compared with it, key by
+key and value by value. docs/export.md has llama.cpp's results with our files.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,14 +16,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
+from support import golden_gguf
 from support.cases import case
+from support.commands import done
+from support.commands import moe_pack as run
+from support.families import oracle
 from support.golden_gguf import GOLDEN
 from support.models import DEMO_MODEL, PackMaker
 
-from moe_pack.convert.cli.main import main
-from moe_pack.convert.export import ExportWork, compare_export, export_gguf
+from moe_pack.convert.export import ExportWork, compare_export, export_gguf, export_plain
 from moe_pack.convert.kept import keep_source
 from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, ModelSpec, Pack, RunError, uniform_plan
@@ -32,6 +35,7 @@ from moe_pack.formats.gguf.header import FACTORS
 from moe_pack.formats.pack.writer import Step
 from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.positions import DynamicSpec, LinearSpec, Llama3Spec, ScalingSpec, YarnSpec
+from moe_pack.runtime.model import Decoder, PackWeights
 
 IDS = [5, 17, 3, 40, 41, 8, 8, 60]
 # Values that llama.cpp's converter writes and llama.cpp does not need, or gets wrong.
@@ -197,6 +201,29 @@ def test_mxfp4_codes_stay_as_they_are(tmp_path: Path) -> None:
             assert types[name] == "MXFP4"
             np.testing.assert_array_equal(found[name], values, name)
     assert types["blk.0.attn_q.weight"] == "Q8_0"
+
+
+# transformers has no class for DeepSeek-MoE's first model, and reads Step-3.5 only as the text of Step-3.7.
+READ_BACK = [path.stem for path in golden_paths() if path.stem not in ("deepseek", "step3p5")]
+WITH_PICTURES = {"minimax_m3_vl", "qwen3_vl_moe"}  # classes of transformers that take seconds to load
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in WITH_PICTURES)) for name in READ_BACK]
+)
+def test_transformers_loads_the_checkpoint_of_a_gguf_file_and_computes_the_packs_logits(
+    name: str, golden_pack: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with Pack(golden_pack(name)) as pack:
+        export_plain(pack, tmp_path / "out", "f32")
+        weights = PackWeights(pack, torch.device("cpu"))
+        expected = Decoder(weights, 128).logits(golden_gguf.IDS)
+        weights.close()
+    config = tmp_path / "out" / "config.json"  # no token pads: the published model's is none of these few
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": None}))
+    found = oracle(tmp_path / "out")(golden_gguf.IDS).detach()
+    assert (found - expected).abs().max() < 2e-5
+    assert np.abs(found.numpy() - np.load(GOLDEN / f"{name}.npz")["logits"]).max() < 0.03  # matrices have 16 bits
 
 
 class KilledError(Exception):
@@ -405,17 +432,12 @@ def test_the_same_arithmetic_in_another_family_has_its_architecture() -> None:
 # --- the command
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["export", *arguments])
-
-
 def test_the_command_writes_a_file_that_other_commands_read(demo_pack: PackMaker, tmp_path: Path) -> None:
     packed, folder = str(demo_pack("none", 4)), tmp_path / "out"
-    found = run(packed, "--to", "gguf", "-o", str(folder))
-    assert found.exit_code == 0, found.output
+    found = done("export", packed, "--to", "gguf", "-o", folder)
     assert [path.name for path in folder.iterdir()] == ["model-Q8_0.gguf"]
     assert found.stdout.startswith(f"{folder / 'model-Q8_0.gguf'}: ") and "same likeliest token" in found.stdout
-    again = run(packed, "--to", "gguf", "-o", str(folder))
+    again = run("export", packed, "--to", "gguf", "-o", folder)
     assert again.exit_code == 1 and "is not empty; give a new folder" in again.output
     with closing(Checkpoint(GgufFiles(folder / "model-Q8_0.gguf"))) as checkpoint:
         assert checkpoint.spec == Checkpoint(DEMO_MODEL).spec
@@ -430,8 +452,8 @@ def test_options_of_other_formats_are_refused(demo_pack: PackMaker, tmp_path: Pa
         (("gguf", "--type", "q4_k"), "Invalid value for '--type'"),
     ]:
         with case(message):
-            found = run(packed, "--to", *arguments, "-o", folder)
+            found = run("export", packed, "--to", *arguments, "-o", folder)
             assert found.exit_code == 2 and message in " ".join(found.output.split()), found.output
             assert not Path(folder).exists()
-    found = run(packed, "--to", "gguf", "-o", str(tmp_path / "model.gguf"))
+    found = run("export", packed, "--to", "gguf", "-o", tmp_path / "model.gguf")
     assert found.exit_code == 2 and "--output is the folder in which the file is written" in found.output

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import done
+from support.commands import moe_pack as run
 from support.families import NUM_POSITIONS, Tiny, token_ids, write
 from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.profile import ProfileOptions
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, Sampler, SamplingOptions
 from moe_pack.runtime.engine.options import EngineOptions
@@ -23,20 +23,14 @@ FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamb
 RESIDUALS = ("flex_olmo", "longcat_flash", "gemma4_text", "qwen4_exp_text", "minimax", "beam", "deepseek_v4")
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
 def converted(family: str, folder: Path) -> Path:
     """A pack by a plan that rests on a profile with sensitivities and predictors, made by the commands."""
     source = write(Tiny(family, "as it comes"), folder / "source")
     profiled(source, folder / "profile", random_tokens(12, 40, 96), ProfileOptions("fast"))
     plan, profile = folder / "plan.json", folder / "profile"
     target = ("--target-vram", "64M", "--device", "cpu", "--context", 64)
-    planned = run("plan", source, "--profile", profile, *target, "-o", plan)
-    assert planned.exit_code == 0, planned.output
-    made = run("convert", source, "--plan", plan, "--profile", profile, "-o", folder / "packed")
-    assert made.exit_code == 0, made.output
+    done("plan", source, "--profile", profile, *target, "-o", plan)
+    done("convert", source, "--plan", plan, "--profile", profile, "-o", folder / "packed")
     return folder / "packed"
 
 
@@ -79,8 +73,7 @@ def test_commands_count_states_and_refuse_gpus(tmp_path: Path) -> None:
     assert refused.stderr.endswith(
         "--device cuda: models with layers of gated_delta_net do not run on GPUs; give --device cpu\n"
     )
-    made = run("synth", source / "config.json", "-o", tmp_path / "synthetic")
-    assert made.exit_code == 0, made.output
+    done("synth", source / "config.json", "-o", tmp_path / "synthetic")
     printed = run("inspect", tmp_path / "synthetic").output
     # One layer of four with two heads of 32 as keys and values; three with 160 channels and four states of 16 by 24.
     assert "512 bytes of KV cache a token and 24,192 bytes of states (float32)" in printed

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.cases import case
 from support.coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
+from support.commands import done
 from support.commands import moe_pack as run
-from support.killing import different_files, files_in
 from support.losses import random_losses
 from support.models import BOOK, Tensors, TinyMixtral
 
@@ -38,7 +38,6 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import LOADED
 from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
 from moe_pack.formats.pack.reader import audit
-from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import PackWeights, read_neurons, read_rows
 
 D, F, E = 192, 576, 2  # more neurons than are read at once; neither is a multiple of 128
@@ -156,48 +155,16 @@ def test_a_plan_that_would_round_such_a_neuron_is_refused(tmp_path: Path, mxfp4_
     far.close()
 
 
-@pytest.mark.slow
-def test_killed_at_any_step_a_kept_pack_resumes_to_the_same_bytes(
-    tmp_path: Path, mxfp4_source: Callable[..., Path]
-) -> None:
-    checkpoint = Checkpoint(mxfp4_source(tmp_path / "s", 29))
-    plan, steps = kept_plan(checkpoint), list[Step]()
-    convert(checkpoint, plan, tmp_path / "whole", 1, on_step=steps.append, prepared=Preparation(order=shuffled()))
-    expected = files_in(tmp_path / "whole")
-    for number in range(3, len(steps), 9):
-        folder = tmp_path / f"killed{number}"
-
-        def dies(step: Step, number: int = number) -> None:
-            if step.number == number:
-                raise InterruptedError
-
-        with pytest.raises(InterruptedError):
-            convert(checkpoint, plan, folder, 1, on_step=dies, prepared=Preparation(order=shuffled()))
-        convert(checkpoint, plan, folder, 2, prepared=Preparation(order=shuffled()))
-        assert not different_files(files_in(folder), expected), number
-    checkpoint.close()
-
-
-FP8_EIGHT = part_format(8, 64)
-
-
 def test_codes_are_kept_wherever_they_are_no_wider_than_what_is_asked_for(
     new_folder: Callable[[], Path], mxfp4_source: Callable[..., Path]
 ) -> None:
+    eight, three = part_format(8, 64), part_format(3, 64)
     cases = [
-        ("fp8", None, (FP8, FP8)),
-        ("fp8", 16, (FP8, FP8)),
-        ("fp8", 8, (FP8, FP8)),
-        ("fp8", 4, (FOUR, FOUR)),
-        ("plain", None, (FOUR, FOUR)),
-        ("plain", 8, (FP8_EIGHT, FP8_EIGHT)),
-        ("plain", "source", (BF16, BF16)),
-        ("mxfp4", None, (MXFP4, E5M2)),
-        ("mxfp4", "source", (MXFP4, E5M2)),
-        ("mxfp4", 8, (MXFP4, E5M2)),
-        ("mxfp4", 4, (MXFP4, FOUR)),
-        ("mxfp4", 3, (part_format(3, 64), part_format(3, 64))),
-    ]
+        *(("fp8", bits, (FP8, FP8)) for bits in (None, 16, 8)), ("fp8", 4, (FOUR, FOUR)),
+        ("plain", None, (FOUR, FOUR)), ("plain", 8, (eight, eight)), ("plain", "source", (BF16, BF16)),
+        *(("mxfp4", bits, (MXFP4, E5M2)) for bits in (None, "source", 8)),
+        ("mxfp4", 4, (MXFP4, FOUR)), ("mxfp4", 3, (three, three)),
+    ]  # fmt: skip
     for coded, bits, expected in cases:
         with case(coded, bits, expected):
             tmp_path = new_folder()
@@ -304,15 +271,12 @@ def test_a_changed_code_of_the_source_is_told_from_what_was_kept(tmp_path: Path)
 
 def test_by_default_a_checkpoint_in_fp8_keeps_its_codes_and_is_told_so(tmp_path: Path) -> None:
     source = fp8_source(tmp_path / "s")
-    result = run("convert", source, "-o", tmp_path / "p")
-    assert result.exit_code == 0, result.stderr
+    result = done("convert", source, "-o", tmp_path / "p")
     assert "kept without loss: down fp8 (4 experts), gate fp8 (4 experts), up fp8 (4 experts)\n" in result.stderr
     assert json.loads(run("inspect", tmp_path / "p", "--json").stdout)["experts"][1][1]["down"] == "fp8"
-    verified = run("verify", tmp_path / "p", "--against", source)
-    assert verified.exit_code == 0, verified.output
+    verified = done("verify", tmp_path / "p", "--against", source)
     assert "fp8" in verified.output and "nan" not in verified.output
-    checked = run("check", tmp_path / "p", "--against", source)
-    assert checked.exit_code == 0, checked.output
+    done("check", tmp_path / "p", "--against", source)
 
 
 def test_a_synthetic_pack_has_no_source_to_keep(tmp_path: Path) -> None:
@@ -333,12 +297,10 @@ def test_a_plan_for_a_memory_keeps_fp8_where_little_may_be_lost_and_quantizes_it
     model = TinyMixtral(128, 160, num_layers=2, num_experts=4, vocab_size=4096, config=config)
     source = model.write_with_tokenizer(tmp_path / "s")
     model.write(source, lambda tensors: quantize_fp8(tensors, CODED))
-    profiled = run("profile", source, "-o", tmp_path / "profile", "--tokens", 1024, "--sequence-length", 64)
-    assert profiled.exit_code == 0, profiled.output
+    done("profile", source, "-o", tmp_path / "profile", "--tokens", 1024, "--sequence-length", 64)
     target = ["--target-vram", "16M", "--device", "cpu", "--context", "64", "--max-loss", limit]
     text = ["--eval-data", BOOK, "--eval-tokens", 512]
-    result = run("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "profile", *target, *text)
-    assert result.exit_code == 0, result.output
+    done("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "profile", *target, *text)
     with Pack(tmp_path / "p") as pack:
         parts = {part for layer in pack.index.experts for e in layer for part in (e.gate, e.up, e.down) if part}
         assert {part.codec == "fp8" for part in parts} == {is_kept}

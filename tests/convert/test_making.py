@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from support.cases import case
+from support.commands import done
 from support.models import BOOK, TinyMixtral
 from support.profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
 
@@ -16,8 +16,7 @@ from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first
 from moe_pack.convert import making
 from moe_pack.convert.account import Preparation
 from moe_pack.convert.autopack import MADE_FILE, AutoPacker, AutoPackResult, PackGoal, threshold_rule, work_folder
-from moe_pack.convert.cli.main import main
-from moe_pack.convert.options import PackOrder
+from moe_pack.convert.options import PackOrder, StreamOptions
 from moe_pack.convert.pipeline import convert
 from moe_pack.convert.plan import Decision, Target
 from moe_pack.formats import ConversionError, Pack, UsageError, part_format, uniform_plan
@@ -79,7 +78,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.fixture(scope="module")
 def losses(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What the plans at 2, 3 and 8 bits lose."""
+    """The losses of the plans at 2, 3 and 8 bits."""
     found = []
     for number, nats in enumerate((0.1, 0.03, 0.01)):
         out = tmp_path_factory.mktemp("losses") / str(number)
@@ -145,7 +144,7 @@ def test_stopped_before_any_step_it_ends_in_the_same_pack(
         shutil.rmtree(out.parent)
 
 
-def test_a_finished_pack_is_not_made_again_and_another_wish_is_refused(workplace: Workplace, tmp_path: Path) -> None:
+def test_a_finished_pack_is_not_made_again_and_another_goal_is_refused(workplace: Workplace, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     workplace.make(out, None)
     held = folder_bytes(out)
@@ -159,7 +158,7 @@ def test_a_finished_pack_is_not_made_again_and_another_wish_is_refused(workplace
     )
 
 
-def test_what_was_begun_for_another_wish_is_not_gone_on_with(workplace: Workplace, tmp_path: Path) -> None:
+def test_what_was_begun_for_another_goal_is_not_gone_on_with(workplace: Workplace, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     with pytest.raises(StoppedError):
         workplace.make(out, None, stop_at=20)
@@ -186,7 +185,7 @@ def test_a_loss_that_no_pack_keeps_ends_in_a_line_that_says_so(workplace: Workpl
 def test_from_python_a_pack_is_made_as_by_the_command(tmp_path: Path) -> None:
     """By options, and for a memory; what the command refuses is refused."""
     source = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096).write_with_tokenizer(tmp_path / "source")
-    run_command("convert", str(source), "-o", str(tmp_path / "command"))
+    done("convert", source, "-o", tmp_path / "command")
     made = making.convert(source, tmp_path / "python")
     assert isinstance(made, making.MadePack) and made.conversion.written and made.thresholds is None
     assert folder_bytes(tmp_path / "python") == folder_bytes(tmp_path / "command")
@@ -199,14 +198,14 @@ def test_from_python_a_pack_is_made_as_by_the_command(tmp_path: Path) -> None:
     against = small.result.quality.against
     assert against is not None and against.kl.value <= 0.5
     for arguments, fault in (
-        ({"max_loss": "1%"}, "--max-loss needs --target-vram"),
+        ({"max_loss": "1%"}, "^max_loss needs target_vram or preset; add one of them or remove max_loss$"),
         ({"target_vram": "much"}, "convert: found 'much'"),
-        ({"plan_file": "plan.json", "target_vram": 1 << 30}, "--target-vram makes a plan, which decides this"),
+        ({"plan_file": "plan.json", "target_vram": 1 << 30}, "^target_vram makes .* decides this; remove plan_file$"),
+        ({"order": PackOrder(quantizer="calibrated")}, "^order.quantizer calibrated needs .* has them with profile$"),
+        (
+            {"order": PackOrder(stream=StreamOptions(True)), "target_vram": "1G"},
+            r"^order.stream.is_given: target_vram .* .moe-pack profile --stream, moe-pack plan., .* plan_file and ",
+        ),
     ):
         with case(fault), pytest.raises(UsageError, match=fault):
             making.convert(source, tmp_path / "none", **arguments)
-
-
-def run_command(*arguments: str) -> None:
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, done.output

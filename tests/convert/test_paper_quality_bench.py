@@ -59,7 +59,7 @@ def flat(rows: list[list[float]]) -> list[float]:
 
 
 def expected(rule: str, expert: int, sparsity: float) -> list[list[bool]]:
-    """Which neurons run for the new tokens, by loops over tokens and neurons."""
+    """Returns the neurons that run for the new tokens, by loops over tokens and neurons."""
     kind = {"up": "up", "gate": "gate", "down": "h", "cats": "gate", "chess": "gate"}[rule]
     learned = [numbers(values, kind) for values in EXPERTS]
     new, pooled = numbers(NEW, kind), least_covering(flat([row for rows in learned for row in rows]), sparsity)

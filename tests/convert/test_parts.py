@@ -118,7 +118,7 @@ def test_a_part_that_comes_late_finds_the_pack(source: Path, tmp_path: Path) -> 
     assert not result.written and files_in(tmp_path / "out") == before
 
 
-def test_a_part_is_written_by_one_process_and_not_beside_a_whole_conversion(source: Path, tmp_path: Path) -> None:
+def test_a_part_is_written_by_one_process_and_not_next_to_a_whole_conversion(source: Path, tmp_path: Path) -> None:
     out, reached, goes_on = tmp_path / "out", threading.Event(), threading.Event()
 
     def held(step: Step) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from support.cases import case
+from support.commands import done
 from support.commands import moe_pack as run
 from support.models import BOOK, TinyMixtral
 
@@ -29,29 +30,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profiled") / "profile"
-    assert run("profile", str(source), "-o", str(folder), *SMALL).exit_code == 0
+    assert run("profile", source, "-o", folder, *SMALL).exit_code == 0
     return folder
 
 
-def converted(source: Path, out: Path, *more: str) -> Result:
-    return run("convert", str(source), "-o", str(out), "--group-size", "16", "--quantizer", "nearest", *more)
+def converted(source: Path, out: Path, *more: object) -> Result:
+    return run("convert", source, "-o", out, "--group-size", "16", "--quantizer", "nearest", *more)
 
 
 def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path, tmp_path: Path) -> None:
-    result = run("profile", str(source), "-o", str(tmp_path / "p"), *SMALL)
-    assert result.exit_code == 0, result.output
+    result = done("profile", source, "-o", tmp_path / "p", *SMALL)
     said = result.stderr.splitlines()
     assert said[0].startswith("mixtral, 2 layers of 4 experts; 256 tokens in sequences of 64, from the sample")
     stages = list(dict.fromkeys(line.partition(":")[0] for line in said[1:]))
     assert stages == [
-        "timing statistics",
-        "statistics",
-        "rotation",
-        "timing sensitivity",
-        "sensitivity",
-        "timing predictors",
+        "timing statistics", "statistics", "rotation", "timing sensitivity", "sensitivity", "timing predictors",
         "predictors",
-    ]
+    ]  # fmt: skip
     (cost,) = (line for line in said if line.startswith("statistics: ") and " done in " not in line)
     assert "G multiplications, about" in cost
     kept = sum(path.stat().st_size for path in (tmp_path / "p").glob("inputs-*.safetensors"))
@@ -62,37 +57,33 @@ def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path
 
 
 @pytest.mark.slow
-def test_a_profile_repeated_is_not_made_again(source: Path, profile: Path) -> None:
+def test_a_profile_repeated_is_not_made_again_and_other_options_are_refused(source: Path, profile: Path) -> None:
     before = (profile / "profile.json").stat().st_mtime_ns
-    result = run("profile", str(source), "-o", str(profile), *SMALL)
+    result = run("profile", source, "-o", profile, *SMALL)
     assert result.exit_code == 0 and "statistics" not in result.stderr
     assert (profile / "profile.json").stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-def test_a_profile_of_other_options_does_not_take_the_place_of_one(source: Path, profile: Path) -> None:
-    result = run("profile", str(source), "-o", str(profile), *SMALL, "--sensitivity", "none")
+    result = run("profile", source, "-o", profile, *SMALL, "--sensitivity", "none")
     assert result.exit_code == 1
     assert result.stderr.endswith("there is another profile in this folder; give another one, or remove it\n")
 
 
 def test_inputs_are_left_out_where_that_is_asked_for(source: Path, tmp_path: Path) -> None:
     options = ["--sensitivity", "none", "--no-inputs"]
-    result = run("profile", str(source), "-o", str(tmp_path / "p"), *SMALL, *options)
+    result = run("profile", source, "-o", tmp_path / "p", *SMALL, *options)
     assert result.exit_code == 0 and "inputs" not in result.stderr
     assert not Profile(tmp_path / "p").has_inputs and not list((tmp_path / "p").glob("inputs-*"))
-    assert converted(source, tmp_path / "pack", "--profile", str(tmp_path / "p"), "--sparsity", "0.5").exit_code == 0
+    assert converted(source, tmp_path / "pack", "--profile", tmp_path / "p", "--sparsity", "0.5").exit_code == 0
 
 
 @pytest.mark.slow
 def test_every_expert_alone_is_measured_where_that_is_asked_for(source: Path, tmp_path: Path) -> None:
-    assert run("profile", str(source), "-o", str(tmp_path / "p"), *SMALL, "--sensitivity", "exact").exit_code == 0
+    assert run("profile", source, "-o", tmp_path / "p", *SMALL, "--sensitivity", "exact").exit_code == 0
     found = Profile(tmp_path / "p").exact()
     assert found["losses"].shape == (2, 4) and found["base"] > 0
 
 
 def test_a_checkpoint_without_a_tokenizer_cannot_be_profiled(tmp_path: Path) -> None:
-    result = run("profile", str(TinyMixtral().write(tmp_path / "m")), "-o", str(tmp_path / "p"))
+    result = run("profile", str(TinyMixtral().write(tmp_path / "m")), "-o", tmp_path / "p")
     assert result.exit_code == 1 and "tokenizer.json" in result.stderr and result.stderr.count("\n") == 1
 
 
@@ -107,7 +98,7 @@ def test_wrong_input_to_profile_ends_in_a_line(source: Path, new_folder: Callabl
     for arguments, exit_code, says in cases:
         with case(arguments, exit_code, says):
             tmp_path = new_folder()
-            result = run("profile", str(source), "-o", str(tmp_path / "p"), *arguments)
+            result = run("profile", source, "-o", tmp_path / "p", *arguments)
             assert result.exit_code == exit_code and says in result.stderr.splitlines()[-1]
             assert not (tmp_path / "p").exists()
 
@@ -115,7 +106,7 @@ def test_wrong_input_to_profile_ends_in_a_line(source: Path, new_folder: Callabl
 def test_a_pack_made_by_a_profile_has_its_hottest_neurons_first_and_its_sparsity(
     source: Path, profile: Path, tmp_path: Path
 ) -> None:
-    result = converted(source, tmp_path / "pack", "--profile", str(profile), "--sparsity", "0.8", "--selector", "gate")
+    result = converted(source, tmp_path / "pack", "--profile", profile, "--sparsity", "0.8", "--selector", "gate")
     assert result.exit_code == 0, result.output
     with Pack(tmp_path / "pack") as pack:
         order = pack.read_order()
@@ -133,19 +124,12 @@ def test_a_pack_made_by_a_profile_has_its_hottest_neurons_first_and_its_sparsity
 
 
 def test_a_conversion_by_a_profile_repeated_does_nothing(source: Path, profile: Path, tmp_path: Path) -> None:
-    arguments = ["--profile", str(profile), "--sparsity", "0.5"]
+    arguments = ["--profile", profile, "--sparsity", "0.5"]
     assert converted(source, tmp_path / "pack", *arguments).exit_code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "pack").iterdir()}
     result = converted(source, tmp_path / "pack", *arguments)
     assert result.exit_code == 0 and "nothing to do" in result.stdout
     assert {path.name: path.read_bytes() for path in (tmp_path / "pack").iterdir()} == before
-
-
-def test_a_profile_of_another_checkpoint_is_refused(profile: Path, tmp_path: Path) -> None:
-    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1, num_shards=2).write(tmp_path / "other")
-    result = converted(other, tmp_path / "pack", "--profile", str(profile), "--sparsity", "0.5")
-    assert result.exit_code == 1 and "is of another checkpoint; profile this one" in result.stderr
-    assert not (tmp_path / "pack").exists()
 
 
 def test_a_text_that_cannot_be_read_is_found_before_the_conversion(tmp_path: Path) -> None:
@@ -161,32 +145,32 @@ def test_our_sample_is_cut_to_a_models_few_positions(source: Path, tmp_path: Pat
 
 
 def test_a_profile_without_a_sparsity_orders_nothing(source: Path, profile: Path, tmp_path: Path) -> None:
-    result = converted(source, tmp_path / "pack", "--profile", str(profile))
+    result = converted(source, tmp_path / "pack", "--profile", profile)
     assert result.exit_code == 2 and "give --sparsity, or remove --quantizer" in result.stderr
 
 
 def test_thresholds_are_measured_again_for_another_sparsity_and_back_to_none(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "pack"
     assert converted(source, out).exit_code == 0
-    assert run("thresholds", str(out), "--sparsity", "0.5", *SMALL).exit_code == 0
+    assert run("thresholds", out, "--sparsity", "0.5", *SMALL).exit_code == 0
     with Pack(out) as pack:
         half, root = pack.thresholds.copy(), pack.manifest.root
-    assert run("thresholds", str(out), "--sparsity", "0.8", *SMALL).exit_code == 0
+    assert run("thresholds", out, "--sparsity", "0.8", *SMALL).exit_code == 0
     with Pack(out) as pack:
         assert (pack.thresholds > half).all() and pack.manifest.root != root
-    assert run("thresholds", str(out), "--theta", "0.25", *SMALL).exit_code == 0
+    assert run("thresholds", out, "--theta", "0.25", *SMALL).exit_code == 0
     with Pack(out) as pack:
         assert (pack.thresholds == np.float32(0.25)).all()
-    assert run("thresholds", str(out), "--sparsity", "0", *SMALL).exit_code == 0
+    assert run("thresholds", out, "--sparsity", "0", *SMALL).exit_code == 0
     with Pack(out) as pack:
         assert (pack.thresholds == 0).all()
 
 
 def test_measured_thresholds_are_printed_by_layer_or_as_json(source: Path, tmp_path: Path) -> None:
     assert converted(source, tmp_path / "pack").exit_code == 0
-    table = run("thresholds", str(tmp_path / "pack"), "--sparsity", "0.7", *SMALL)
+    table = run("thresholds", tmp_path / "pack", "--sparsity", "0.7", *SMALL)
     assert [line.split()[0] for line in table.stdout.splitlines()[3:5]] == ["0", "1"]
-    printed = json.loads(run("thresholds", str(tmp_path / "pack"), "--sparsity", "0.7", "--json", *SMALL).stdout)
+    printed = json.loads(run("thresholds", tmp_path / "pack", "--sparsity", "0.7", "--json", *SMALL).stdout)
     kept = json.loads((tmp_path / "pack" / "thresholds.json").read_text())["content"]
     assert printed == kept
 
@@ -202,7 +186,7 @@ def test_impossible_thresholds_are_refused(new_folder: Callable[[], Path]) -> No
     for arguments, says in cases:
         with case(arguments, says):
             tmp_path = new_folder()
-            result = run("thresholds", str(tmp_path), *arguments)
+            result = run("thresholds", tmp_path, *arguments)
             assert result.exit_code == 2 and says in result.stderr
 
 
@@ -211,15 +195,14 @@ def test_a_profile_is_attached_to_a_pack_shown_and_kept_when_thresholds_change(
 ) -> None:
     out = tmp_path / "pack"
     assert converted(source, out).exit_code == 0
-    assert run("inspect", str(out)).stdout.splitlines()[-2:] == ["attached: no routing", "rounding: not measured"]
-    assert json.loads(run("inspect", str(out), "--json").stdout)["routing"] is None
-    result = run("attach", str(out), "--profile", str(profile))
-    assert result.exit_code == 0, result.output
+    assert run("inspect", out).stdout.splitlines()[-2:] == ["attached: no routing", "rounding: not measured"]
+    assert json.loads(run("inspect", out, "--json").stdout)["routing"] is None
+    result = done("attach", out, "--profile", profile)
     said = result.stdout.strip().removeprefix(f"{out}: ")
     assert said.startswith("routing, ") and ", routes of 64 held-out tokens; experts predicted: recall 0." in said
-    assert run("thresholds", str(out), "--theta", "0.25", *SMALL).exit_code == 0
-    assert run("inspect", str(out)).stdout.splitlines()[-2] == f"attached: {said}"
-    shown = json.loads(run("inspect", str(out), "--json").stdout)["routing"]
+    assert run("thresholds", out, "--theta", "0.25", *SMALL).exit_code == 0
+    assert run("inspect", out).stdout.splitlines()[-2] == f"attached: {said}"
+    shown = json.loads(run("inspect", out, "--json").stdout)["routing"]
     judged = Profile(profile).predictors(1)
     assert shown["bytes"] == (out / "routing.safetensors").stat().st_size
     assert (shown["held_out_tokens"], shown["predictors"][0], shown["recalls"][0]) == (64, None, None)
@@ -228,33 +211,36 @@ def test_a_profile_is_attached_to_a_pack_shown_and_kept_when_thresholds_change(
 
 def test_a_conversion_by_a_profile_attaches_it(source: Path, profile: Path, tmp_path: Path) -> None:
     out = tmp_path / "pack"
-    result = converted(source, out, "--profile", str(profile), "--sparsity", "0.5")
+    result = converted(source, out, "--profile", profile, "--sparsity", "0.5")
     assert result.exit_code == 0 and result.stdout.splitlines()[-1].startswith(f"{out}: routing, ")
     first = (out / "routing.safetensors").read_bytes()
     (out / "routing.safetensors").unlink()  # as a conversion leaves it that was killed at its very end
-    assert converted(source, out, "--profile", str(profile), "--sparsity", "0.5").exit_code == 0
+    assert converted(source, out, "--profile", profile, "--sparsity", "0.5").exit_code == 0
     assert (out / "routing.safetensors").read_bytes() == first
 
 
-def test_a_profile_of_another_checkpoint_is_not_attached(profile: Path, tmp_path: Path) -> None:
-    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
+def test_a_profile_of_another_checkpoint_is_refused(profile: Path, tmp_path: Path) -> None:
+    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1, num_shards=2).write(tmp_path / "other")
+    refused = converted(other, tmp_path / "pack", "--profile", profile, "--sparsity", "0.5")
+    assert refused.exit_code == 1 and "is of another checkpoint; profile this one" in refused.stderr
+    assert not (tmp_path / "pack").exists()
     assert converted(other, tmp_path / "pack").exit_code == 0
-    result = run("attach", str(tmp_path / "pack"), "--profile", str(profile))
+    result = run("attach", tmp_path / "pack", "--profile", profile)
     assert result.exit_code == 1 and result.stderr == (
         f"moe-pack: {tmp_path / 'pack'}: was made from another checkpoint of this model than the profile {profile}; "
         "give a pack and a profile of the same checkpoint\n"
     )
-    assert run("attach", str(tmp_path / "pack"), "--profile", str(tmp_path)).exit_code == 1
-    assert run("attach", str(tmp_path / "pack")).exit_code == 2
+    assert run("attach", tmp_path / "pack", "--profile", tmp_path).exit_code == 1
+    assert run("attach", tmp_path / "pack").exit_code == 2
 
 
 def test_a_damaged_sidecar_is_named_when_a_pack_is_inspected(source: Path, profile: Path, tmp_path: Path) -> None:
     out = tmp_path / "pack"
     assert converted(source, out).exit_code == 0
-    assert run("attach", str(out), "--profile", str(profile)).exit_code == 0
+    assert run("attach", out, "--profile", profile).exit_code == 0
     with (out / "routing.safetensors").open("r+b") as file:
         file.truncate(10_000)
-    result = run("inspect", str(out))
+    result = run("inspect", out)
     assert result.exit_code == 1 and "routing.safetensors: file has 10000 bytes" in result.stderr
 
 
@@ -264,9 +250,8 @@ def test_a_plan_decides_formats_and_every_experts_sparsity(source: Path, profile
     experts = tuple((four.experts[0][0], *two.experts[0][1:]) for _ in spec.moe_layers)
     sparsity = np.tile([0.0, 0.5, 0.5, 0.9], (2, 1))
     (tmp_path / "plan.json").write_bytes(plan_bytes(Decision(replace(four, experts=experts), sparsity), spec))
-    arguments = ["--plan", str(tmp_path / "plan.json"), "--profile", str(profile)]
-    result = run("convert", str(source), "-o", str(tmp_path / "pack"), *arguments)
-    assert result.exit_code == 0, result.output
+    arguments = ["--plan", tmp_path / "plan.json", "--profile", profile]
+    result = done("convert", source, "-o", tmp_path / "pack", *arguments)
     assert "thresholds for the plan's sparsities; " in result.stdout
     with Pack(tmp_path / "pack") as pack:
         assert pack.index.experts == experts
@@ -277,7 +262,7 @@ def test_a_plan_decides_formats_and_every_experts_sparsity(source: Path, profile
 
 def test_a_plan_leaves_nothing_else_to_say(source: Path, tmp_path: Path) -> None:
     for option in (["--record-bits", "2"], ["--quantizer", "nearest"], ["--sparsity", "0.5"]):
-        result = run("convert", str(source), "-o", str(tmp_path / "pack"), "--plan", "plan.json", *option)
+        result = run("convert", source, "-o", tmp_path / "pack", "--plan", "plan.json", *option)
         assert result.exit_code == 2
         assert f"--plan decides all formats and sparsities; remove {option[0]}" in result.stderr
 
@@ -286,20 +271,20 @@ def test_a_plan_leaves_nothing_else_to_say(source: Path, tmp_path: Path) -> None
 def packed(source: Path, profile: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A calibrated pack: its experts have repeated neurons, which the profile's model does not have."""
     folder = tmp_path_factory.mktemp("made") / "packed"
-    options = ("--quantizer", "calibrated", "--profile", str(profile), "--repeats", "2")
+    options = ("--quantizer", "calibrated", "--profile", profile, "--repeats", "2")
     assert converted(source, folder, *options).exit_code == 0
     return folder
 
 
 def test_a_report_draws_what_was_measured_of_a_pack(source: Path, profile: Path, packed: Path, tmp_path: Path) -> None:
-    command = ["report", str(profile), "--pack", str(packed), "-o", str(tmp_path / "report.html")]
+    command = ["report", profile, "--pack", packed, "-o", tmp_path / "report.html"]
     refused = run(*command)
     assert refused.exit_code == 1 and refused.stderr == (
         f"moe-pack: --pack {packed}: has no quality.json for its present content; "
         f"measure it with moe-pack eval {packed} --against MODEL --prices\n"
     )
     assert not (tmp_path / "report.html").exists()
-    found = run("eval", str(packed), "--against", str(source), "--tokens", "256", "--json")
+    found = run("eval", packed, "--against", source, "--tokens", "256", "--json")
     assert run(*command).exit_code == 0
     kl = json.loads(found.stdout)["quality"]["against"]["kl"]["value"]
     page = (tmp_path / "report.html").read_text("utf-8")
@@ -307,7 +292,7 @@ def test_a_report_draws_what_was_measured_of_a_pack(source: Path, profile: Path,
 
 
 def test_a_report_refuses_a_pack_of_another_model(profile: Path, tiny_pack: Path, tmp_path: Path) -> None:
-    result = run("report", str(profile), "--pack", str(tiny_pack), "-o", str(tmp_path / "report.html"))
+    result = run("report", profile, "--pack", tiny_pack, "-o", tmp_path / "report.html")
     assert result.exit_code == 1
     assert result.stderr == (
         f"moe-pack: {tiny_pack}: was made from another model than the profile {profile}; "

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
+from support.cases import case
 from support.killing import different_files, files_in
 from support.models import TinyMixtral
 from support.waiting import HANG_S, wait_until
@@ -28,30 +29,19 @@ TOKEN = secrets.token_hex(32)  # one for all clusters: a process reads it once
 NODE = {"num_cpus": 1, "memory": 4 << 30, "object_store_memory": 80 << 20}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ray", "auto", "--part", "1/2"], "--ray makes all parts; remove --part"),
-        (["--parts", "2"], "--parts needs --ray"),
-        (["--ray", "ray://head:10001"], "the command must run on a machine of the cluster"),
-    ],
-)
-@pytest.mark.parametrize("command", ["convert", "profile"])
-def test_options_that_do_not_go_together_are_refused(command: str, options: list[str], message: str) -> None:
-    done = CliRunner().invoke(main, [command, "nowhere/at-all", *options])
-    assert done.exit_code == 2 and message in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["convert", "--ray", "auto", "--target-vram", "1G"], "--ray does not go with --target-vram"),
-        (["profile", "--ray", "auto", "--device", "cuda"], "--ray makes profiles on CPUs"),
-    ],
-)
-def test_what_ray_does_not_do_is_refused(options: list[str], message: str) -> None:
-    done = CliRunner().invoke(main, [*options, "nowhere/at-all"])
-    assert done.exit_code == 2 and message in " ".join(done.output.split())
+def test_options_that_do_not_go_together_are_refused() -> None:
+    both = {
+        "--ray auto --part 1/2": "--ray makes all parts; remove --part",
+        "--parts 2": "--parts needs --ray",
+        "--ray ray://head:10001": "the command must run on a machine of the cluster",
+    }
+    given = {f"{command} {options}": line for options, line in both.items() for command in ("convert", "profile")}
+    given["convert --ray auto --target-vram 1G"] = "--ray does not go with --target-vram"
+    given["profile --ray auto --device cuda"] = "--ray makes profiles on CPUs"
+    for arguments, message in given.items():
+        with case(arguments):
+            done = CliRunner().invoke(main, [*arguments.split(), "nowhere/at-all"])
+            assert done.exit_code == 2 and message in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("options", [["--ray", "auto", "--parts", "2"], ["--part", "1/2"], []])
@@ -90,7 +80,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(source: Path) -> Path:
-    """What one process makes: `profile` and `pack`."""
+    """The results of one process: `profile` and `pack`."""
     folder = source.parent / "whole"
     finish(start("profile", source, folder / "profile", *PROFILE))
     finish(start("convert", source, folder / "pack", *PACK, "--profile", folder / "profile"))

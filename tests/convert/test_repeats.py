@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import done
+from support.commands import moe_pack as run
 from support.gpu_runs import IDS, TOLERANCE, GpuRun, gpu_logits, reference_logits
 from support.killing import different_files, files_in
 from support.models import Tensors, TinyMixtral
@@ -16,20 +17,12 @@ from support.profiles import profiled, random_tokens
 from support.reseal import JsonObject, edit_array, refusal, reseal
 from support.second_reader import BadPackError, SecondReader
 
+from moe_pack.calib import quantize
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import (
-    Calibration,
-    ExpertQuantizer,
-    ExpertTokens,
-    GuardedQuantizer,
-    repeats_between,
-    rotation_vectors,
-)
 from moe_pack.convert import compare_weights
 from moe_pack.convert.account import Preparation
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.pipeline import convert
 from moe_pack.formats import (
     BF16,
@@ -102,7 +95,7 @@ def packed(
             prepared=Preparation(
                 order=order.reshape(2, E, F),
                 calibration=profile,
-                rotation=rotation_vectors(checkpoint.spec, "on") if is_rotated else None,
+                rotation=quantize.rotation_vectors(checkpoint.spec, "on") if is_rotated else None,
             ),
         )
     finally:
@@ -158,10 +151,10 @@ def test_down_of_repeated_neurons_has_twice_the_bits() -> None:
     gate, up, down = (torch.randn((96, D), generator=generator) / 8 for _ in range(3))
     down[[7, 40]] *= 20
     block, x = NeuronBlock(gate, up, down), torch.randn((400, D), generator=generator)
-    calibration = Calibration(ExpertTokens(x, torch.ones(400)), "silu")
+    calibration = quantize.Calibration(quantize.ExpertTokens(x, torch.ones(400)), "silu")
     for part in (TRELLIS, TWO):
         with case(part):
-            quantizer = ExpertQuantizer(ExpertFormat(part, part, part), calibration, D)
+            quantizer = quantize.ExpertQuantizer(ExpertFormat(part, part, part), calibration, D)
             once = decode_part(part, D, quantizer.rows("down", block))
             twice = decode_part(part, D, quantizer.rows("down", block, repeats=2))
             assert quantizer.repeated == [7, 40] and len(twice) == 98
@@ -181,9 +174,9 @@ def test_the_neurons_with_the_largest_mean_outputs_are_repeated() -> None:
     x, weights = torch.randn((500, D), generator=generator), torch.rand(500, generator=generator)
     gate[11] = up[11] = x[0] / x[0].norm() * 12  # the first token alone makes it large
     block = NeuronBlock(gate, up, down)
-    for tokens in (ExpertTokens(x, weights), ExpertTokens(x, torch.zeros(500))):
+    for tokens in (quantize.ExpertTokens(x, weights), quantize.ExpertTokens(x, torch.zeros(500))):
         with case(bool(tokens.weights.any())):
-            rows = Calibration(tokens, "silu").down(block)
+            rows = quantize.Calibration(tokens, "silu").down(block)
             h = activations(x, block, "silu").h if tokens.weights.any() else torch.ones((500, 64))
             lost = (
                 torch.where(tokens.weights.any(), tokens.weights, torch.ones(500)) @ h.square()
@@ -200,7 +193,9 @@ def test_plain_rounding_repeats_neurons_too() -> None:
             x = torch.randn((160, 3), generator=generator) @ torch.randn((3, D), generator=generator)
             judging = torch.randn((20, D), generator=generator)  # directions that those that calibrate do not have
             x[7::8] = judging
-            quantizer = GuardedQuantizer(ExpertFormat(BF16, BF16, part), ExpertTokens(x, torch.ones(160)), "silu")
+            quantizer = quantize.GuardedQuantizer(
+                ExpertFormat(BF16, BF16, part), quantize.ExpertTokens(x, torch.ones(160)), "silu"
+            )
             block = NeuronBlock(gate, up, down)
             rows = {m: quantizer.rows(m, block, 6 if m == "down" else 0) for m in MATRICES}
             quantizer.judge(block, rows)
@@ -220,7 +215,7 @@ def test_plain_rounding_repeats_neurons_too() -> None:
 def test_every_piece_of_an_expert_repeats_its_share() -> None:
     for repeats, f in ((0, 100), (7, 1000), (112, 14336), (5, 3000), (1000, 1000)):
         with case(repeats, f):
-            shares = [repeats_between(repeats, f, a, min(a + 1024, f)) for a in range(0, f, 1024)]
+            shares = [quantize.repeats_between(repeats, f, a, min(a + 1024, f)) for a in range(0, f, 1024)]
             assert sum(shares) == repeats
             assert all(share <= min(1024, f - 1024 * n) for n, share in enumerate(shares))
 
@@ -356,18 +351,13 @@ def test_a_pack_whose_repeats_do_not_fit_is_refused(
 # --- the command
 
 
-def run(*args: object) -> Result:
-    return CliRunner().invoke(main, [str(arg) for arg in args])
-
-
 def test_the_command_repeats_1_of_128_neurons_unless_told_otherwise(
     source: Path, profile: Profile, tmp_path: Path
 ) -> None:
     common = ("convert", source, "--profile", profile.folder, "--selector-bits", 2, "--record-bits")
     for name, options, expected in (("usual", (2,), F // 128), ("none", (2, "--repeats", 0), 0), ("wide", (8,), 0)):
         with case(name):
-            result = run(*common, *options, "-o", tmp_path / name)
-            assert result.exit_code == 0, result.output
+            result = done(*common, *options, "-o", tmp_path / name)
             with Pack(tmp_path / name) as pack:
                 assert pack.spec.expert.repeats == expected
                 assert num_parameters(pack.spec) == num_parameters(with_repeats(pack.spec, 0))

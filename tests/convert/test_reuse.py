@@ -1,6 +1,8 @@
 """Items of an earlier pack are copied: the bytes are the same, and only changed items are made."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -38,24 +40,26 @@ def taken(checkpoint: Checkpoint, plan: Plan, earlier: Path, order: NDArray[np.u
         return {item for item in layout.items() if item.kind != "header" and opened.contains(item)}
 
 
-def test_only_what_changed_is_made_and_the_pack_is_the_one_made_directly(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(SHAPE.write(tmp_path / "source"))
-    first, second = plans(checkpoint)
-    convert(checkpoint, first, tmp_path / "first", 2)
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
+    """A checkpoint, of which `first` is a pack."""
+    with closing(Checkpoint(SHAPE.write(tmp_path / "source"))) as opened:
+        convert(opened, plans(opened)[0], tmp_path / "first", 2)
+        yield opened
+
+
+def test_only_what_changed_is_made_and_the_pack_is_as_made_directly(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    _, second = plans(checkpoint)
     items = {item for item in layout_for(checkpoint, second).items() if item.kind != "header"}
     changed = items - taken(checkpoint, second, tmp_path / "first")
     assert {("expert", i.layer, i.expert) if i.kind == "expert" else (i.kind, i.role) for i in changed} == CHANGED
     convert(checkpoint, second, tmp_path / "second", 2, earlier=tmp_path / "first")
     convert(checkpoint, second, tmp_path / "direct", 2)
     assert different_files(files_in(tmp_path / "second"), files_in(tmp_path / "direct")) == []
-    checkpoint.close()
 
 
-def test_what_is_taken_is_copied_not_made_anew(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(SHAPE.write(tmp_path / "source"))
+def test_what_is_taken_is_copied_not_made_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, _ = plans(checkpoint)
-    convert(checkpoint, first, tmp_path / "first", 1)
-    checkpoint.close()
     other = Checkpoint(TinyMixtral(num_layers=2, num_experts=3, intermediate_size=70, seed=9).write(tmp_path / "other"))
     convert(other, first, tmp_path / "second", 1, earlier=tmp_path / "first")  # which says that its caller must know
     held, expected = files_in(tmp_path / "second"), files_in(tmp_path / "first")
@@ -63,21 +67,16 @@ def test_what_is_taken_is_copied_not_made_anew(tmp_path: Path) -> None:
     other.close()
 
 
-def test_an_expert_in_another_neuron_order_is_made_anew(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(SHAPE.write(tmp_path / "source"))
+def test_an_expert_in_another_neuron_order_is_made_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, _ = plans(checkpoint)
-    convert(checkpoint, first, tmp_path / "first", 2)
     order = np.tile(np.arange(70, dtype=np.uint32), (2, 3, 1))
     order[1, 0] = order[1, 0, ::-1]
     experts = {(i.layer, i.expert) for i in taken(checkpoint, first, tmp_path / "first", order) if i.kind == "expert"}
     assert experts == {(0, 0), (0, 1), (0, 2), (1, 1), (1, 2)}
-    checkpoint.close()
 
 
-def test_another_quantizer_selector_or_model_takes_nothing(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(SHAPE.write(tmp_path / "source"))
+def test_another_quantizer_selector_or_model_takes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, _ = plans(checkpoint)
-    convert(checkpoint, first, tmp_path / "first", 2)
     assert not taken(checkpoint, dataclasses.replace(first, quantizer="absmax"), tmp_path / "first")
     four = part_format(4, 32)
     gate = uniform_plan(checkpoint.spec, "gate", four, four, None, "nearest")
@@ -85,18 +84,14 @@ def test_another_quantizer_selector_or_model_takes_nothing(tmp_path: Path) -> No
     larger = Checkpoint(TinyMixtral(num_layers=2, num_experts=3, intermediate_size=71).write(tmp_path / "larger"))
     plan = uniform_plan(larger.spec, "up", four, four, None, "nearest")
     assert not taken(larger, plan, tmp_path / "first")
-    for held in (checkpoint, larger):
-        held.close()
+    larger.close()
 
 
-def test_a_damaged_earlier_pack_is_refused(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(SHAPE.write(tmp_path / "source"))
-    first, second = plans(checkpoint)
-    convert(checkpoint, first, tmp_path / "first", 1)
+def test_a_damaged_earlier_pack_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    _, second = plans(checkpoint)
     path = tmp_path / "first" / "experts-000.safetensors"
     raw = bytearray(path.read_bytes())
     raw[4096] ^= 1  # the first byte of the first expert
     path.write_bytes(raw)
     with pytest.raises(PackError, match=r"experts-000\.safetensors: expert 0: CRC-32 does not match its bytes"):
         convert(checkpoint, second, tmp_path / "second", 1, earlier=tmp_path / "first")
-    checkpoint.close()

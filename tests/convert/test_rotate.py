@@ -9,8 +9,9 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+from support.commands import done
+from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.models import DEMO_MODEL, TinyMixtral
 from support.profiles import profiled, random_tokens
@@ -19,7 +20,6 @@ from support.second_reader import SecondReader, rotation_matrix
 from moe_pack.calib.profile import Profile, ProfileOptions
 from moe_pack.calib.quantize import GuardedQuantizer, measured_rotation, rotation_vectors
 from moe_pack.convert.account import Preparation, Recipe
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.encoding import made_item
 from moe_pack.convert.pipeline import EarlierPack, convert, layout_for
 from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
@@ -29,7 +29,6 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.formats.pack.plans import FP8
-from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 
 D, F = 192, 70
@@ -56,10 +55,6 @@ def vectors_of(checkpoint: Checkpoint, *unrotated: int) -> RotationVectors:
     a, b = signs.input * scales[0], signs.output * scales[1]
     a[list(unrotated)] = b[list(unrotated)] = 0
     return RotationVectors(a, b)
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_vectors_are_signs_that_depend_on_the_layer_alone(checkpoint: Checkpoint) -> None:
@@ -125,29 +120,6 @@ def test_verify_compares_in_the_packs_coordinates_to_the_bit(checkpoint: Checkpo
         pack.rotation.input[2, 5] *= np.float32(1 + 2**-6)  # other coordinates than the rows'
         with pytest.raises(PackError, match=r"layer 2 expert 0: (gate|up) does not match"):
             compare_weights(pack, checkpoint)
-
-
-def test_a_conversion_killed_at_any_item_ends_in_the_same_bytes(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    vectors, plan = vectors_of(checkpoint, 0), plan_of(checkpoint)
-    convert(checkpoint, plan, tmp_path / "whole", 2, prepared=Preparation(rotation=vectors))
-    expected, deaths = files_in(tmp_path / "whole"), 0
-
-    class DeadError(Exception):
-        pass
-
-    while True:
-        deaths += 1
-
-        def dies(step: Step, at: int = 23 * deaths) -> None:
-            if step.number == at:
-                raise DeadError
-
-        try:
-            convert(checkpoint, plan, tmp_path / "p", 1, on_step=dies, prepared=Preparation(rotation=vectors))
-            break
-        except DeadError:
-            continue
-    assert deaths > 2 and different_files(files_in(tmp_path / "p"), expected) == []
 
 
 def test_another_rotation_is_another_conversion(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -247,13 +219,11 @@ def test_wrong_vectors_are_refused(checkpoint: Checkpoint) -> None:
 
 
 def test_the_command_rotates_and_inspect_and_verify_say_so(tmp_path: Path) -> None:
-    done = run("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest", "--rotate", "on")
-    assert done.exit_code == 0, done.output
+    done("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest", "--rotate", "on")
     assert "\nrotated layers: all\n" in run("inspect", tmp_path / "p").stdout
     facts = json.loads(run("inspect", tmp_path / "p", "--json").stdout)
     assert facts["rotated"] == [True] * 4 and facts["features"] == ["affine", "rotated"]
-    verified = run("verify", tmp_path / "p", "--against", DEMO_MODEL)
-    assert verified.exit_code == 0, verified.output
+    done("verify", tmp_path / "p", "--against", DEMO_MODEL)
     other = run("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest")
     assert other.exit_code == 1 and "contains another pack" in other.stderr
 
@@ -270,8 +240,7 @@ def test_inspect_names_the_layers_that_are_rotated(checkpoint: Checkpoint, tmp_p
 
 
 def test_a_synthetic_pack_may_be_rotated(tmp_path: Path) -> None:
-    made = run("synth", DEMO_MODEL, "-o", tmp_path / "p", "--layers", 1, "--rotate", "on")
-    assert made.exit_code == 0, made.output
+    done("synth", DEMO_MODEL, "-o", tmp_path / "p", "--layers", 1, "--rotate", "on")
     with Pack(tmp_path / "p") as pack:
         assert pack.is_synthetic and pack.rotation is not None and pack.rotation.layers(pack.spec) == (0,)
 

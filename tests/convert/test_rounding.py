@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import torch
-from click.testing import CliRunner
+from support.commands import done
 from support.models import Tensors, TinyMixtral
 from support.profiles import profiled, random_tokens
 
 from moe_pack.convert.account import ROUNDING_FILE, heavy_losses, read_rounding
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
 
 MODEL = TinyMixtral(64, 128, num_layers=2, vocab_size=96)
@@ -23,28 +22,22 @@ def ruin(tensors: Tensors) -> None:
         weights[:, 5] = 400 * weights.float().square().mean().sqrt() * torch.sign(weights[:, 5])
 
 
-def run(*arguments: str) -> str:
-    found = CliRunner().invoke(main, list(arguments))
-    assert found.exit_code == 0, found.output
-    return found.stdout
-
-
 def test_a_ruined_expert_is_named_in_the_end_and_by_inspect(tmp_path: Path) -> None:
     source, out = MODEL.write(tmp_path / "source", ruin), tmp_path / "p"
     profile = profiled(source, tmp_path / "profile", random_tokens(6, 32, 96))
     bits = ("--selector-bits", "2", "--record-bits", "2", "--rotate", "off")
-    said = run("convert", str(source), "-o", str(out), "--profile", str(profile.folder), *bits)
+    said = done("convert", source, "-o", out, "--profile", profile.folder, *bits).stdout
     with Pack(out) as pack:
         rounding = read_rounding(pack)
         assert rounding is not None and all(loss is not None for layer in rounding.experts for loss in layer)
         heavy = heavy_losses(pack, rounding)
         assert (1, 1) in [(one.layer, one.expert) for one in heavy]
-    shown = run("inspect", str(out))
+    shown = done("inspect", out).stdout
     for text in (said, shown):
         assert "much of the output; give" in text and "or convert with --rotate on" in text
         assert "  layer 1 expert 1: squared error " in text
     assert "  layer 0: median " in shown
-    facts = json.loads(run("inspect", str(out), "--json"))
+    facts = json.loads(done("inspect", out, "--json").stdout)
     assert len(facts["heavy_losses"]) == len(heavy) and len(facts["rounding"][1]) == len(rounding.experts[1])
     (out / ROUNDING_FILE).unlink()
-    assert "rounding: not measured" in run("inspect", str(out))
+    assert "rounding: not measured" in done("inspect", out).stdout

@@ -7,31 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from support.cases import case
+from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.models import TinyMixtral
 from support.profiles import profiled, random_tokens
 from torch import Tensor
 
+from moe_pack import formats
 from moe_pack.calib.forward import LayerStates
 from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import ExpertTokens, GuardedQuantizer, LayerRotation, rotation_vectors
 from moe_pack.convert.account import Preparation, read_rounding
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.pipeline import convert
 from moe_pack.convert.sequential import STATES_FOLDER
-from moe_pack.formats import (
-    MATRICES,
-    ConversionError,
-    ExpertFormat,
-    Pack,
-    Plan,
-    part_format,
-    trellis_format,
-    uniform_plan,
-)
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.manifests import RotationVectors
@@ -40,7 +30,7 @@ from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights, 
 
 D, F, E = 64, 128, 3
 MODEL = TinyMixtral(D, F, num_layers=3, num_experts=E, vocab_size=96)
-TWO, FOUR, HALVES = trellis_format(4, 0), trellis_format(8, 0), part_format(2, 64)
+TWO, FOUR, HALVES = formats.trellis_format(4, 0), formats.trellis_format(8, 0), formats.part_format(2, 64)
 CPU = torch.device("cpu")
 
 
@@ -61,17 +51,17 @@ def checkpoint(source: Path) -> Iterator[Checkpoint]:
     opened.close()
 
 
-def plan_of(checkpoint: Checkpoint, *others: tuple[int, int]) -> Plan:
+def plan_of(checkpoint: Checkpoint, *others: tuple[int, int]) -> formats.Plan:
     """Returns a plan of 2 bits with a dense part in 4 bits; experts at these places have 4 bits."""
-    plan = uniform_plan(checkpoint.spec, "up", TWO, TWO, part_format(4, 64), "calibrated")
+    plan = formats.uniform_plan(checkpoint.spec, "up", TWO, TWO, formats.part_format(4, 64), "calibrated")
     experts = [
-        tuple(ExpertFormat(FOUR, FOUR, FOUR) if (l, e) in others else one for e, one in enumerate(layer))
+        tuple(formats.ExpertFormat(FOUR, FOUR, FOUR) if (l, e) in others else one for e, one in enumerate(layer))
         for l, layer in enumerate(plan.experts)
     ]
     return dataclasses.replace(plan, experts=tuple(experts))
 
 
-def inputs_in(pack: Pack, profile: Profile, folder: Path) -> list[Tensor]:
+def inputs_in(pack: formats.Pack, profile: Profile, folder: Path) -> list[Tensor]:
     """Returns the inputs of each layer's experts in a finished pack, float32 [T, d], by plain torch."""
     weights = PackWeights(pack, CPU)
     sequences = torch.from_numpy(profile.kept_sequences().astype(np.int64))
@@ -90,7 +80,7 @@ def inputs_in(pack: Pack, profile: Profile, folder: Path) -> list[Tensor]:
     return found
 
 
-def rows_of(pack: Pack, layer: int, expert: int) -> NeuronBlock:
+def rows_of(pack: formats.Pack, layer: int, expert: int) -> NeuronBlock:
     (block,) = PackWeights(pack, CPU).expert(layer, expert).blocks()
     return block
 
@@ -104,7 +94,7 @@ def test_each_layer_is_quantized_for_the_inputs_that_the_finished_pack_gives(
     convert(
         checkpoint, plan_of(checkpoint), tmp_path / "p", 2, prepared=Preparation(calibration=profile, rotation=vectors)
     )
-    with Pack(tmp_path / "p") as pack, torch.inference_mode():
+    with formats.Pack(tmp_path / "p") as pack, torch.inference_mode():
         stored = inputs_in(pack, profile, tmp_path / "states")
         for layer, e in ((0, 1), (1, 0), (2, 2)):
             with profile.inputs(layer) as inputs:
@@ -112,7 +102,7 @@ def test_each_layer_is_quantized_for_the_inputs_that_the_finished_pack_gives(
             assert tokens.stored is not None and not torch.allclose(tokens.stored, source_tokens.inputs, atol=1e-2)
             made = rebuilt(checkpoint, tokens, (layer, e), vectors)
             found = rows_of(pack, layer, e)
-            for matrix in MATRICES:
+            for matrix in formats.MATRICES:
                 # Sums of other batches differ in their last bits, by which single codes may turn over.
                 same = (getattr(found, matrix) == made[matrix]).all(dim=1).float().mean()
                 assert same > 0.9, f"layer {layer} expert {e} {matrix}: {same:.0%} of the rows"
@@ -128,8 +118,8 @@ def rebuilt(
     """Returns what the quantizer makes of an expert with these tokens."""
     rotation = LayerRotation.of(vectors, place[0])
     (block,) = CheckpointWeights(checkpoint).expert(*place).blocks()
-    quantizer = GuardedQuantizer(ExpertFormat(TWO, TWO, TWO), tokens.mapped(rotation.inputs), "silu")
-    return {m: decode_part(TWO, D, quantizer.rows(m, rotation.block(block))) for m in MATRICES}
+    quantizer = GuardedQuantizer(formats.ExpertFormat(TWO, TWO, TWO), tokens.mapped(rotation.inputs), "silu")
+    return {m: decode_part(TWO, D, quantizer.rows(m, rotation.block(block))) for m in formats.MATRICES}
 
 
 @pytest.mark.slow
@@ -154,7 +144,7 @@ def test_any_workers_and_stops_give_the_same_bytes_and_no_states_stay(
     convert(checkpoint, plan, out, 2, prepared=Preparation(calibration=profile))
     expected = files_in(tmp_path / "one")
     assert not different_files(files_in(out), expected) and not (out / STATES_FOLDER).exists()
-    with pytest.raises(ConversionError, match="another pack"):
+    with pytest.raises(formats.ConversionError, match="another pack"):
         convert(checkpoint, plan, out, 1, prepared=Preparation(calibration=profile, sequential=False))
 
 
@@ -185,6 +175,6 @@ def test_convert_says_which_errors_come_from_earlier_layers(source: Path, profil
     arguments = ["convert", str(source), "--profile", str(profile.folder), "--record-bits", "2", "--selector-bits", "2"]
     for choice, shown in (("--sequential", True), ("--no-sequential", False)):
         out = tmp_path / choice
-        assert CliRunner().invoke(main, [*arguments, "-o", str(out), choice]).exit_code == 0
-        said = CliRunner().invoke(main, ["inspect", str(out)]).stdout
+        assert run(*arguments, "-o", out, choice).exit_code == 0
+        said = run("inspect", out).stdout
         assert ("from earlier layers" in said) == shown

@@ -12,8 +12,15 @@ import pytest
 from support.cases import case
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import DiskFacts, FixedCosts, MachineFacts, ReadRate, WidthRate, load_facts, save_facts
-from moe_pack.runtime.engine.machine import CpuFacts, LinkFacts, SizedRate, facts_file
+from moe_pack.runtime import (
+    DiskFacts,
+    FixedCosts,
+    MachineFacts,
+    WidthRate,
+    load_facts,
+    save_facts,
+)
+from moe_pack.runtime.engine.machine import CpuFacts, LinkFacts, ReadRate, SizedRate, facts_file
 
 SIZES = [4096 << i for i in range(13)]
 

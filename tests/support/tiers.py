@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.speed import MemoryTier, SpeedEstimate, TokenSeconds
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RunError
-from moe_pack.runtime import DiskFacts, ReadRate
-from moe_pack.runtime.engine.machine import SizedRate
+from moe_pack.runtime import DiskFacts
+from moe_pack.runtime.engine.machine import ReadRate, SizedRate
 from moe_pack.runtime.offload.budgets import MemoryPart
 
 RUN_RATE, FETCH_RATE, DENSE_RATE = 1e9, 1e8, 1e9  # bytes a second
