@@ -1,6 +1,6 @@
 """The errors that a user can meet, in one tree.
 
-    MoePackError                any error of ours; the command line prints it as one line and exits with 1
+    MoePackError                the root; the command line prints it as one line and exits with 1
     ├── CheckpointError         the checkpoint: missing or damaged files, unknown architecture, wrong tensors
     ├── PackError               the pack: damaged, unfinished, or of another version
     ├── PlanError               the plan: widths, groups or selector kinds that the format or the model does not allow
