@@ -114,7 +114,7 @@ def _sizes(
     parts: Ints, spec: specs.ModelSpec, selector: specs.Selector, known: tuple[plans.PartFormat, ...]
 ) -> tuple[Ints, Ints, Ints]:
     """Returns the bytes of selectors, records and extents for combinations [C, 3], as `expert_layout` has them."""
-    expert, extra = spec.expert, layouts.extra_layout(spec.expert.extra_floats)
+    expert = spec.expert
     codes = np.array([part.code_bytes(spec.hidden_size) for part in known])[parts]  # [C, 3]
     sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])[parts]
     sizes += 4 * np.array([matrix in expert.row_bias for matrix in specs.MATRICES])
@@ -128,7 +128,8 @@ def _sizes(
 
     selectors = all_rows(specs.selector_matrices(selector, expert.matrices))
     records = all_rows(specs.record_matrices(selector, expert.matrices))
-    return selectors, records, selectors + records + (extra.row_bytes if extra else 0)
+    extra = layouts.plain_layout(expert.extra_floats, "F32").row_bytes if expert.extra_floats else 0
+    return selectors, records, selectors + records + extra
 
 
 def _format(parts: list[int], spec: specs.ModelSpec, known: tuple[plans.PartFormat, ...]) -> plans.ExpertFormat:
@@ -319,7 +320,7 @@ def least_time(
         choices.quantizer,
         _experts(choices, expert_choice, spec),
         _dense_formats(spec, losses, solution.choice[num_items:].tolist()),
-        plans.planned_repeats(spec, choices.quantizer),
+        spec.expert.repeats if choices.quantizer == "calibrated" else 0,  # others do not know the neurons
     )
     sparsity = np.array(losses.sparsities)[sparsity_idx].reshape(losses.popularity.shape)
     return Allocation(Decision(plan, sparsity), solution.weight, solution)
