@@ -98,9 +98,7 @@ LOOK_AT_PARTS = {
     "moe_pack.formats.families.prediction",
     "moe_pack.formats.families.readers",
     "moe_pack.formats.gguf.factors",
-    "moe_pack.formats.gguf.files",
     "moe_pack.formats.gguf.metadata",
-    "moe_pack.formats.gguf.placing",
     "moe_pack.runtime.gpu.token_layers",
 }
 

@@ -77,6 +77,7 @@ class Architecture:
     fuses_qkv: bool = False  # whether llama.cpp needs queries, keys and values in one tensor
     fuses_gate_up: bool = False  # whether its converter has the experts' gate and up so
     fuses_shared: bool = False  # whether llama.cpp needs those of the shared expert so, under the name of up
+    own_head: bool = False  # whether llama.cpp needs a head that is not the embedding
     one_row: tuple[str, ...] = ()  # roles whose vectors are one row in the family's checkpoints
 
 

@@ -321,24 +321,24 @@ NORM_AFTER = {"layers.{i}.mlp_norm": "blk.{i}.post_attention_norm.weight"}
 
 DECODERS: Mapping[str, architecture.Architecture] = {
     "llama": architecture.Architecture(_mixtral, changes=architecture.PAIRS),
-    "qwen2moe": architecture.Architecture(_qwen2_moe),
+    "qwen2moe": architecture.Architecture(_qwen2_moe, own_head=True),
     "qwen3moe": architecture.Architecture(_qwen3_moe),
     "qwen3vlmoe": architecture.Architecture(_qwen3_vl_moe),
-    "olmoe": architecture.Architecture(_olmoe),
+    "olmoe": architecture.Architecture(_olmoe, own_head=True),
     "deepseek2": architecture.Architecture(_deepseek2),
-    "gpt-oss": architecture.Architecture(_gpt_oss, names=NORM_AFTER, keeps_mxfp4=True),
+    "gpt-oss": architecture.Architecture(_gpt_oss, names=NORM_AFTER, keeps_mxfp4=True, own_head=True),
     "glm4moe": architecture.Architecture(_glm4_moe, names=NORM_AFTER),
     "dots1": architecture.Architecture(_dots1),
     "afmoe": architecture.Architecture(_afmoe),
     "exaone-moe": architecture.Architecture(_exaone_moe),
-    "minimax-m2": architecture.Architecture(_minimax_m2),
+    "minimax-m2": architecture.Architecture(_minimax_m2, own_head=True),
     "hy_v3": architecture.Architecture(_hy_v3, names={"layers.{i}.router_bias": "blk.{i}.exp_probs_b"}),
     "ernie4_5-moe": architecture.Architecture(_ernie4_5_moe, one_row=("layers.{i}.router_bias",)),
     "granitemoe": architecture.Architecture(_granitemoe, changes=architecture.PAIRS),
     "deepseek": architecture.Architecture(_deepseek, changes=architecture.PAIRS),
     "hunyuan-moe": architecture.Architecture(_hunyuan),
     "dbrx": architecture.Architecture(
-        _dbrx, names={"layers.{i}.mlp_norm": "blk.{i}.attn_output_norm.weight"}, fuses_qkv=True
+        _dbrx, names={"layers.{i}.mlp_norm": "blk.{i}.attn_output_norm.weight"}, fuses_qkv=True, own_head=True
     ),
     "cohere2moe": architecture.Architecture(_cohere2_moe),
     "llama4": architecture.Architecture(_llama4),

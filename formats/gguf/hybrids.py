@@ -321,5 +321,5 @@ HYBRIDS: Mapping[str, architecture.Architecture] = {
     "nemotron_h_moe": architecture.Architecture(
         _nemotron_h, names=_SSM | {"layers.{i}.mlp_norm": "blk.{i}.attn_norm.weight"}, changes=_DECAY
     ),
-    "kimi-linear": architecture.Architecture(_kimi_linear, names=KIMI_DELTA, changes=_DECAY),
+    "kimi-linear": architecture.Architecture(_kimi_linear, names=KIMI_DELTA, changes=_DECAY, own_head=True),
 }

@@ -222,8 +222,8 @@ _INDEXER = {
 }
 
 LATENTS: Mapping[str, architecture.Architecture] = {
-    "mimo2": architecture.Architecture(_mimo2),
-    "step35": architecture.Architecture(_step35, changes=architecture.CENTERED),
+    "mimo2": architecture.Architecture(_mimo2, own_head=True),
+    "step35": architecture.Architecture(_step35, changes=architecture.CENTERED, own_head=True),
     "deepseek32": architecture.Architecture(_deepseek32, names=_INDEXER),
     "mistral4": architecture.Architecture(_mistral4, fuses_gate_up=True),
     "bailingmoe3": architecture.Architecture(
@@ -234,6 +234,7 @@ LATENTS: Mapping[str, architecture.Architecture] = {
         _minimax_m3,
         names=_BLOCK_INDEXER,
         changes={**architecture.CENTERED, **{role: "plus_one" for role in _BLOCK_INDEXER if role.endswith("norm")}},
+        own_head=True,
     ),
     "glm-dsa": architecture.Architecture(_glm_dsa, names=_INDEXER),
 }

@@ -136,7 +136,7 @@ _GEMMA4_NAMES = {
 }
 
 WINDOWED: Mapping[str, architecture.Architecture] = {
-    "mellum": architecture.Architecture(_mellum),
+    "mellum": architecture.Architecture(_mellum, own_head=True),
     "laguna": architecture.Architecture(_laguna),
     "granite_swa": architecture.Architecture(
         _granite_swa, changes=architecture.PAIRS, fuses_gate_up=True, fuses_shared=True

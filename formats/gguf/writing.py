@@ -53,7 +53,7 @@ def gguf_model(spec: formats.ModelSpec) -> GgufModel:
         except _UNFIT:
             continue
         differences = _differences(replace(found, family=spec.family), spec)
-        limit = not_loaded(spec, name)
+        limit = not_loaded(spec, name, architecture.own_head)
         if differences and found.family == spec.family:
             faults.append(f"llama.cpp's architecture {name!r} has another {', '.join(differences)}")
         elif not differences and limit is not None:
