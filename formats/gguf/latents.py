@@ -1,7 +1,4 @@
-"""GGUF architectures whose attention differs by layer, reads latents, or has an indexer.
-
-Source: llama.cpp, conversion/ and src/models/.
-"""
+"""GGUF architectures whose attention reads latents or has an indexer. Source: llama.cpp, conversion/, src/models/."""
 
 from collections.abc import Mapping
 
@@ -38,8 +35,7 @@ def _mimo2(m: Metadata) -> architecture.Values:
         n_group=m.whole("expert_group_count", 1),
         topk_group=m.whole("expert_group_used_count", 1),
         norm_topk_prob=True,
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
         rope_parameters=_ropes(m, dict.fromkeys(kinds, share)),
     )
 
@@ -80,14 +76,12 @@ def _step35(m: Metadata) -> architecture.Values:
         norm_expert_weight=m.flag("expert_weights_norm", True),
         swiglu_limits=_limits(m, "swiglu_clamp_exp"),
         swiglu_limits_shared=_limits(m, "swiglu_clamp_shexp"),
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
         rope_parameters=ropes,
     )
 
 
 def _limits(m: Metadata, key: str) -> list[float | None] | None:
-    """Returns the limits of each layer's neurons; 0 is none."""
     if not m.has(key):
         return None
     return [float(str(np.float32(limit))) if limit else None for limit in m.each(key, architecture.num_layers(m))]
@@ -146,9 +140,7 @@ def _minimax_m3(m: Metadata) -> architecture.Values:
         head_dim=size,
         rotary_dim=m.whole("rope.dimension_count"),
         partial_rotary_factor=m.whole("rope.dimension_count") / size,
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=expert_size,
+        **architecture.local_experts(m),
         dense_intermediate_size=m.whole("feed_forward_length"),
         shared_intermediate_size=expert_size * m.whole("expert_shared_count"),
         routed_scaling_factor=m.number("expert_weights_scale", 1.0),
@@ -173,9 +165,7 @@ def _minimax01(m: Metadata) -> architecture.Values:
         "minimax",
         head_dim=architecture.head_dim(m),
         rotary_dim=m.whole("rope.dimension_count"),
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("feed_forward_length"),
+        **architecture.local_experts(m, size="feed_forward_length"),
         layer_types=["linear_attention" if flag else "full_attention" for flag in is_lightning],
         **factors,
     )

@@ -1,7 +1,4 @@
-"""GGUF architectures whose layers with a window have heads, or rotary positions, of their own.
-
-Keys of layers with a window end in `_swa`. Source: llama.cpp, conversion/ and src/models/.
-"""
+"""GGUF architectures whose layers with a window, `_swa`, have own heads or rotary positions. Source: llama.cpp."""
 
 from collections.abc import Mapping
 
@@ -13,7 +10,7 @@ from moe_pack.formats.gguf.header import Metadata
 
 
 def _ropes(m: Metadata) -> architecture.Values:
-    """Returns the rotary positions of each kind of layer; those with a window are never scaled."""
+    """Returns the rotary positions of each kind of layer. Layers with a window are never scaled."""
     found = architecture.rope(m)
     full = {"rope_type": "default", "rope_theta": found["rope_theta"], **(found["rope_scaling"] or {})}
     sliding = {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa", found["rope_theta"])}
@@ -52,8 +49,7 @@ def _gemma4(m: Metadata) -> architecture.Values:
         final_logit_softcapping=m.number("final_logit_softcapping", 0.0) or None,
         sliding_window=m.whole("attention.sliding_window"),
         layer_types=kinds,
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
         rope_parameters=ropes,
     )
 
@@ -71,8 +67,7 @@ def _mellum(m: Metadata) -> architecture.Values:
         **architecture.experts(m, norm_topk_prob=True),
         sliding_window=m.get("attention.sliding_window"),
         layer_types=kinds,
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
         rope_parameters=_ropes(m),
     )
 
@@ -101,8 +96,7 @@ def _laguna(m: Metadata) -> architecture.Values:
         gating="per-head" if gate is not None and gate.shape[0] == heads[0] else "per-element",
         sliding_window=m.get("attention.sliding_window"),
         layer_types=architecture.windows(m, 4, full_first=True) if has_windows else ["full_attention"] * layers,
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
         rope_parameters=ropes,
     )
 
