@@ -6,7 +6,7 @@ Digests and files are made by hand: sealing shares no code with what it tests.
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, PackError
+from support.cases import case
 
 JsonObject = dict[str, Any]
 Change = Callable[[JsonObject], object]
@@ -155,6 +156,20 @@ def refusal(folder: Path) -> str:
     message = str(refused.value)
     assert "\n" not in message, message
     return message
+
+
+def refuse_each(
+    new_pack: Callable[[], Path],
+    cases: Iterable[tuple[Any, ...]],
+    damage: Callable[..., object],
+    before: str = "",
+) -> None:
+    """Damages a pack for each case, whose last value is the message that refuses it, without what is `before` it."""
+    for *values, message in cases:
+        with case(*values, message):
+            folder = new_pack()
+            damage(folder, *values)
+            assert refusal(folder) == before + message
 
 
 def read_whole(folder: Path) -> None:
