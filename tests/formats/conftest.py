@@ -40,9 +40,3 @@ def folder(new_pack: Callable[[], Path]) -> Path:
 def new_dense_pack(sound_dense_pack: Path, new_folder: Callable[[], Path]) -> Callable[[], Path]:
     """Copies the sound pack with quantized dense matrices at every call."""
     return lambda: Path(shutil.copytree(sound_dense_pack, new_folder() / "pack"))
-
-
-@pytest.fixture
-def dense_folder(new_dense_pack: Callable[[], Path]) -> Path:
-    """A copy of the sound pack with quantized dense matrices."""
-    return new_dense_pack()
