@@ -28,12 +28,11 @@ from moe_pack.formats.gguf.hybrids import HYBRIDS
 from moe_pack.formats.gguf.latents import LATENTS
 from moe_pack.formats.gguf.rows import Rows
 from moe_pack.formats.gguf.tokenizer import tokenizer_files
-from moe_pack.formats.gguf.windowed import WINDOWED
 from moe_pack.formats.pack.manifests import SourceFile
 from moe_pack.formats.pack.safetensors import TensorEntry
 from moe_pack.formats.parts import DenseRole
 
-ARCHITECTURES: Mapping[str, architecture.Architecture] = {**DECODERS, **HYBRIDS, **LATENTS, **WINDOWED}
+ARCHITECTURES: Mapping[str, architecture.Architecture] = {**DECODERS, **HYBRIDS, **LATENTS}
 
 
 def architecture_of(metadata: header.Metadata) -> architecture.Architecture:

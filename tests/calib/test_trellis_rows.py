@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_pack.calib.quantize import RowQuantizer, UnrepresentableError
 from moe_pack.calib.quantize.trellis import search, unbiasing_gain
 from moe_pack.formats import ROW_GROUP, PartFormat, PlanError, Quantizer, part_format, trellis_format
-from moe_pack.formats.pack.codecs import Trellis, decode_part, trellis_columns, trellis_unit
+from moe_pack.formats.pack.codecs import TRELLIS_UNITS, Trellis, decode_part, trellis_columns
 from moe_pack.formats.pack.plans import QUANTIZERS, TRELLIS_WIDTHS
 
 FORMATS = [trellis_format(4, ROW_GROUP), trellis_format(4, 64, 8), trellis_format(5, 16, 16), trellis_format(6, 128, 8)]
@@ -30,7 +30,7 @@ def stored(part: PartFormat, weights: Tensor, quantizer: Quantizer = "nearest") 
 def plain_scales(part: PartFormat, weights: Tensor) -> Tensor:
     """Scales of each group's own root mean square: [rows, groups]."""
     groups = weights.view(len(weights), part.num_groups(weights.shape[1]), -1)
-    return groups.square().mean(dim=2).sqrt() * trellis_unit(part.width)
+    return groups.square().mean(dim=2).sqrt() * TRELLIS_UNITS[part.width]
 
 
 def error(weights: Tensor, decoded: Tensor) -> float:
