@@ -134,7 +134,6 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """The package that the file lies in, without `moe_pack`."""
         module = self.module.removeprefix("moe_pack.")
         return module if self.is_face else module.rpartition(".")[0]
 
@@ -145,7 +144,6 @@ class Source:
 
 @cache
 def sources() -> tuple[Source, ...]:
-    """Every source file of the rooms."""
     found = []
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
@@ -158,7 +156,6 @@ def sources() -> tuple[Source, ...]:
 
 @cache
 def submodules() -> frozenset[str]:
-    """Every module."""
     return frozenset(source.module for source in sources())
 
 
@@ -171,7 +168,6 @@ def names_bound(source: Source) -> set[str]:
 
 @cache
 def imported(source: Source) -> frozenset[str]:
-    """The modules a file imports, anywhere in it; `from package import module` counts as the module."""
     names = {f"moe_pack.formats.families.{module}" for module in modules()} if source.module == TABLE else set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
@@ -186,7 +182,7 @@ def imported(source: Source) -> frozenset[str]:
 
 @cache
 def imported_names(source: Source) -> set[str]:
-    """What a file imports from modules by name, or uses of a folder that it imports: `parts.MixerSpec`."""
+    """Returns the names that a file imports, or uses of an imported folder: `parts.MixerSpec`."""
     nodes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
     names = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
     folders = {name for name in names if name.removeprefix("moe_pack.") in FLOORS}
@@ -195,7 +191,6 @@ def imported_names(source: Source) -> set[str]:
 
 
 def packages(source: Source) -> set[str]:
-    """The top packages a file imports."""
     return {name.partition(".")[0] for name in imported(source)}
 
 
@@ -204,7 +199,6 @@ def ours(source: Source) -> set[str]:
 
 
 def offenders(package: str, allowed: set[str]) -> list[str]:
-    """Modules that import a package and are not allowed to."""
     return [source.module for source in sources() if package in packages(source) and source.module not in allowed]
 
 
@@ -353,7 +347,7 @@ def test_only_one_module_asks_for_installed_versions_which_knows_ours_where_noth
 
 
 def world(source: Source) -> Iterator[str]:
-    """Where a file prints, ends the process or reads the environment."""
+    """Yields the places where a file prints, ends the process or reads the environment."""
     for node in ast.walk(source.tree):
         if (
             isinstance(node, ast.Call)
@@ -386,7 +380,6 @@ def test_errors_are_not_swallowed() -> None:
 
 
 def code_words(source: Source) -> Iterator[tuple[int, str]]:
-    """Every name and every string of a file's code, with its line; docstrings, which cite sources, are none."""
     texts = {
         id(node.body[0].value)
         for node in ast.walk(source.tree)
@@ -430,7 +423,6 @@ def test_a_part_is_asked_and_its_class_is_not_looked_at() -> None:
 
 
 def written_by_hand() -> list[Path]:
-    """Every Python file of the repository's own."""
     folders = [ROOT / name for name in (*ROOMS, "tests")]
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 

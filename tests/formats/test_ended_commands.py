@@ -1,4 +1,4 @@
-"""What SIGTERM does to a command: its end, and only while it runs."""
+"""SIGTERM ends a command, and only while it runs."""
 
 import os
 import signal

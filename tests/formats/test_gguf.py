@@ -51,7 +51,6 @@ def logits(path: Path, ids: list[int]) -> NDArray[np.float32]:
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """Returns the logits of a golden file, and the tokens they belong to."""
     with np.load(path.with_suffix(".npz")) as arrays:
         return dict(arrays)
 
@@ -100,7 +99,6 @@ def test_each_architecture_has_a_file() -> None:
 
 
 def test_each_family_has_the_logits_of_its_dequantized_weights_in_transformers() -> None:
-    """llama.cpp's converter wrote the files, and transformers ran the checkpoints: see golden_gguf.py."""
     for path in sorted(GOLDEN.glob("*.gguf")):
         with case(path.stem):
             expected = stored(path)
@@ -338,7 +336,6 @@ def test_a_byte_level_tokenizer_gives_the_originals_tokens(tmp_path: Path) -> No
 
 
 def test_a_sentencepiece_tokenizer_gives_the_originals_tokens(tmp_path: Path) -> None:
-    """Of pair encoding the rank of a merge is all that a score says; the library itself merges by rank."""
     trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     special = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
     space = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -429,7 +426,7 @@ def test_linear_scaling_is_read_in_each_spelling(tmp_path: Path) -> None:
 
 
 def llama3_factors(theta: float, size: int, scaling: dict[str, float]) -> NDArray[np.float32]:
-    """What llama.cpp's converter writes of a model whose positions are scaled by bands."""
+    """Returns the factors that llama.cpp's converter writes for a scaling by bands."""
     factor, low, high, context = scaling.values()
     found = []
     for pair in range(size // 2):

@@ -78,7 +78,6 @@ def size(values: Values) -> int:
 
 
 def read_back(path: Path, fields: Values) -> dict[str, Any]:
-    """Writes the fields into a GGUF file with llama.cpp's package, and returns the tokenizer's files of it."""
     kinds = {str: gguf.GGUFValueType.STRING, bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
     lists = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.INT32, float: gguf.GGUFValueType.FLOAT32}
     writer = gguf.GGUFWriter(path / "vocabulary.gguf", "llama")

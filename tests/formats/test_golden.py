@@ -39,8 +39,6 @@ MODEL = TinyMixtral(intermediate_size=20, num_layers=2, num_experts=3)
 
 @dataclass(frozen=True)
 class Golden:
-    """A plan, and the digests of the files that depend on it."""
-
     selector: Selector
     selector_format: PartFormat
     record_format: PartFormat

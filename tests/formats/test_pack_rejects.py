@@ -320,7 +320,6 @@ def test_totals_that_do_not_add_up_are_refused(new_pack: Callable[[], Path], sou
 
 
 def listing(folder: Path, name: str) -> None:
-    """Lists one more file, which must lie there."""
     reseal(folder, before=lambda values: values["files"].append({"name": name, "bytes": 0, "sha256": ""}))
 
 

@@ -33,12 +33,10 @@ Edit = Callable[[NDArray[Any]], object]
 
 
 def putting(value: float, *place: int) -> Edit:
-    """An edit that puts `value` at one place of an array."""
     return lambda array: array.__setitem__(place, value)
 
 
 def with_tensors(folder: Path, name: str, change: Callable[[Tensors], object]) -> None:
-    """Rewrites a file of the pack with changed tensors, and seals the pack."""
     tensors = read_tensors(folder / name)
     change(tensors)
     write_tensors(folder / name, tensors)
@@ -46,7 +44,6 @@ def with_tensors(folder: Path, name: str, change: Callable[[Tensors], object]) -
 
 
 def with_array(folder: Path, name: str, tensor: str, edit: Edit) -> None:
-    """Changes values of a tensor in place, and seals the pack."""
     edit_array(folder / name, tensor, edit)
     reseal(folder)
 

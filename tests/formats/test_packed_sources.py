@@ -258,7 +258,6 @@ def test_another_scheme_is_refused_by_name(new_folder: Callable[[], Path]) -> No
 
 
 def changed(folder: Path, quantization: dict[str, Any]) -> str:
-    """The line that refuses a checkpoint with this `quantization_config`."""
     source_of(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))

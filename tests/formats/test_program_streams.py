@@ -1,4 +1,4 @@
-"""What programs do with bytes that are no text, and with standard streams that are closed, full or of few letters."""
+"""Programs get bytes that are no text, and standard streams that are closed, full or of few letters."""
 
 import os
 import shlex

@@ -36,8 +36,6 @@ def stop() -> NoReturn:
 
 
 def stops_at(number: int, before: OnStep = nothing) -> OnStep:
-    """Stops at the step with this number, after `before`."""
-
     def on_step(step: Step) -> None:
         if step.number == number:
             before(step)
@@ -48,7 +46,6 @@ def stops_at(number: int, before: OnStep = nothing) -> OnStep:
 
 @pytest.fixture
 def packed(sound_pack: Path) -> Iterator[Path]:
-    """A copy of the sound pack, in memory: it is rewritten many times."""
     with in_memory() as folder:
         yield Path(shutil.copytree(sound_pack, folder / "pack"))
 
@@ -61,7 +58,6 @@ def restore(folder: Path, files: Files) -> None:
 
 
 def resealed(folder: Path, thresholds: Thresholds) -> Files:
-    """The files of the pack with these thresholds, edited and sealed by the tests' own means."""
     copy = folder.parent / "resealed"
     shutil.copytree(folder, copy)
     edit_array(copy / THRESHOLDS, "threshold", lambda held: np.copyto(held, thresholds))

@@ -105,7 +105,6 @@ PARTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def part_packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A synthetic pack with each of these parts."""
     packs = {}
     for name, changes in PARTS.items():
         spec = small(num_layers=2, num_experts=3, hidden_size=128, intermediate_size=20)
@@ -296,7 +295,6 @@ def test_the_files_damaged_above_are_all_of_a_pack(packed: Path) -> None:
 
 
 def documented_rows() -> list[NDArray[np.uint8]]:
-    """The rows of the worked examples, u8 [1, 48] each."""
     blocks = re.findall(r"```row\n(.*?)```", (ROOT / "docs" / "pack.md").read_text(), re.DOTALL)
     raw = [bytes.fromhex("".join(line.partition("  ")[2] for line in block.splitlines())) for block in blocks]
     return [np.frombuffer(row, np.uint8).reshape(1, -1) for row in raw]

@@ -22,16 +22,12 @@ ROOT, OTHER_ROOT = "ab" * 32, "cd" * 32
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A part of some measurement."""
-
     widths: tuple[int, ...]
     note: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a sidecar might hold."""
-
     tokens: int
     loss: float
     curves: tuple[Curve, ...]

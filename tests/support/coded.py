@@ -1,7 +1,4 @@
-"""Checkpoints in 8 and 4 bit, made of ones in 16: FP8 with a scale a block, MXFP4 blocks, integers in packed words.
-
-What the codes mean is computed here a second time, plainly: the oracle of what reads them.
-"""
+"""Checkpoints in FP8 with a scale a block, MXFP4 blocks, and integers in packed words, with their plain meaning."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +32,6 @@ def block_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def to_fp8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in E4M3, and the float32 scale of each block of 128 rows and columns."""
     rows, cols = (-(-size // 128) for size in weights.shape)
     scales = torch.empty(rows, cols)
     for r in range(rows):
@@ -46,7 +42,6 @@ def to_fp8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What codes and scales mean, float32."""
     return codes.float() * block_scales(scales, codes.shape)
 
 
@@ -61,7 +56,7 @@ def quantize_fp8(tensors: Tensors, endings: tuple[str, ...]) -> Tensors:
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What MXFP4 blocks u8 [..., n / 32, 16] and E8M0 scales u8 [..., n / 32] mean: float32 [..., n]."""
+    """Returns float32 [..., n] for MXFP4 blocks u8 [..., n / 32, 16] and E8M0 scales u8 [..., n / 32]."""
     values = torch.tensor(E2M1)[torch.stack((blocks & 15, blocks >> 4), dim=-1).long()].flatten(-2)  # [..., n / 32, 32]
     return (values.double() * torch.pow(2.0, scales.double() - 127).unsqueeze(-1)).float().flatten(-2)
 

@@ -300,12 +300,10 @@ _TRANSPOSED = dict.fromkeys(("gpt_oss", "llama4_text", "qwen3_vl_moe"), r"expert
 
 
 def is_whole(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix of whole blocks."""
     return len(shape) > 1 and shape[-1] % 32 == 0
 
 
 def rounded(values: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Values as they are after quantization, row by row."""
     import gguf
 
     raw = gguf.quants.quantize(values.contiguous().numpy(), kind)
@@ -365,7 +363,6 @@ def convert_there(llama_cpp: Path, folder: Path, out: Path) -> None:
 
 
 def quantize_there(path: Path, out: Path, kind: Any) -> None:
-    """Quantizes the matrices of a GGUF file."""
     import gguf
 
     reader = gguf.GGUFReader(path)
@@ -390,7 +387,6 @@ def quantize_there(path: Path, out: Path, kind: Any) -> None:
 
 @torch.no_grad()
 def make(llama_cpp: Path, name: str, golden: Path = GOLDEN) -> None:
-    """Makes the files of one shape: a family, perhaps with the name of a variant behind a hyphen."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]  # its converter needs the package of its own version
     import gguf
 

@@ -46,7 +46,6 @@ class Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes."""
         return _ITEM_BYTES[self.dtype] * int(np.prod(self.shape))
 
 
@@ -62,7 +61,6 @@ class Shape:
     vocab: int | None = None
 
     def config(self) -> dict[str, object]:
-        """Returns the checkpoint's config.json."""
         neurons, experts = _SIZE_KEYS[self.model]
         config = published_config(self.model)
         changes = {
@@ -83,7 +81,6 @@ class Shape:
         return config
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields all tensors, in the order of the shards."""
         config = self.config()
         d, vocab = int(str(config["hidden_size"])), int(str(config["vocab_size"]))
         yield Tensor("model.embed_tokens.weight", "BF16", (vocab, d), "embedding")
@@ -96,7 +93,6 @@ class Shape:
         yield Tensor("lm_head.weight", "BF16", (vocab, d), "matrix")
 
     def num_bytes(self) -> int:
-        """Returns the bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors())
 
 
@@ -112,7 +108,6 @@ def _fp8_matrices(place: str, shapes: dict[str, tuple[int, int]]) -> Iterator[Te
 
 
 def _projections(config: dict[str, object]) -> dict[str, tuple[int, int]]:
-    """Returns the shapes of attention's matrices with grouped queries."""
     d, heads, kv = (int(str(config[key])) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     head_dim = int(str(config.get("head_dim") or d // heads))
     rows = {"q": heads * head_dim, "k": kv * head_dim, "v": kv * head_dim}

@@ -15,7 +15,6 @@ def require(fulfilled: object, fault: str) -> None:
 
 
 def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
-    """The roles of several residual streams, for a half or after the last layer."""
     n, is_half = residual.get("streams", 0), name != "streams"
     if residual["kind"] == "gated_streams":
         rank = residual["rank"]
@@ -32,18 +31,15 @@ def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str
 
 
 def gated_norm_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
-    """The roles of the gates of a half's normed input."""
     return [(f"{name}.down", (residual["rank"], d)), (f"{name}.up", (d, residual["rank"]))]
 
 
 def relative_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The projections of attention whose heads have keys of their own."""
     width = attention["num_heads"] * attention["head_dim"]
     return [("q", (width, d)), ("k", (width, d)), ("v", (width, d)), ("o", (d, width))]
 
 
 def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str, Shape]]:
-    """The role of gates of heads that give `size` values."""
     if (gate := attention.get("gate")) is None:
         return []
     require(gate["each"] in ("head", "value"), "manifest.json: gates of attention")
@@ -53,7 +49,6 @@ def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str,
 
 
 def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of a layer's attention."""
     shapes: list[tuple[str, Shape]] = []
     if attention["kind"] == "grouped_query":
         size = attention["head_dim"]
@@ -103,7 +98,6 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
 
 
 def compressed_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of attention to a window and to entries."""
     h, n, q_rank = (attention[key] for key in ("num_heads", "head_dim", "q_lora_rank"))
     g, rank = attention["num_groups"], attention["o_lora_rank"]
     shapes: list[tuple[str, Shape]] = [
@@ -130,7 +124,6 @@ def compressed_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shap
 
 
 def mixer_shapes(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of a layer's mixer."""
     shapes = {
         "gated_delta_net": gated_delta,
         "kimi_delta_attention": kimi_delta,

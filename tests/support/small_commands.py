@@ -1,7 +1,7 @@
 """How each command that a page shows runs small in a test, or why it cannot run here.
 
 A new benchmark needs a line in SMALL: options that make it take a second or two (they replace the same ones on the
-page), and the columns of the tables that it prints. What cannot run in a test needs a line in NOT_HERE.
+page), and the columns of the tables that it prints. Others need a line in NOT_HERE.
 """
 
 from dataclasses import dataclass
