@@ -3,7 +3,6 @@
 import warnings
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from support.cases import case
@@ -58,40 +57,22 @@ def test_a_block_of_codes_has_the_bytes_worked_out_by_hand() -> None:
     for width, codes, written in BLOCKS:
         with case(width, codes, written):
             assert bytes(pack_codes(codes_of([codes]), width)[0].tolist()).hex(" ") == written
-
-
-def test_bytes_written_by_hand_give_their_block_of_codes() -> None:
-    for width, codes, written in BLOCKS:
-        with case(width, codes, written):
             assert unpack_codes(codes_of([list(bytes.fromhex(written))]), width)[0].tolist() == codes
-
-
-def test_blocks_of_a_row_follow_each_other_and_rows_share_nothing() -> None:
-    for width, codes, written in BLOCKS:
-        with case(width, codes, written):
-            zeros, empty = [0] * 64, "00 " * (8 * width)
+            # Blocks of a row follow each other, and rows share nothing.
+            zeros, empty = [0] * 64, "00" * (8 * width)
             packed = pack_codes(codes_of([codes + zeros, zeros + codes]), width)
-            assert [bytes(row).hex() for row in packed.tolist()] == [
-                (written + empty).replace(" ", ""),
-                (empty + written).replace(" ", ""),
-            ]
+            raw = written.replace(" ", "")
+            assert [bytes(row).hex() for row in packed.tolist()] == [raw + empty, empty + raw]
 
 
 def test_packed_codes_come_back() -> None:
     for width in WIDTHS:
-        for cols in [64, 192, 448]:
-            with case(width, cols):
-                codes = random_codes(5, cols, width)
+        ends = codes_of([[0] * 64, [2**width - 1] * 64])
+        for codes in (ends, *(random_codes(5, cols, width) for cols in (64, 192, 448))):
+            with case(width, codes.shape):
                 packed = pack_codes(codes, width)
-                assert packed.shape == (5, cols * width // 8)
+                assert packed.shape == (len(codes), codes.shape[1] * width // 8)
                 assert torch.equal(unpack_codes(packed, width), codes)
-
-
-def test_codes_at_either_end_of_their_range_come_back() -> None:
-    for width in WIDTHS:
-        with case(width):
-            codes = codes_of([[0] * 64, [2**width - 1] * 64])
-            assert torch.equal(unpack_codes(pack_codes(codes, width), width), codes)
 
 
 def test_affine_decoding_is_bit_equal_to_hqq() -> None:
@@ -133,15 +114,11 @@ def random_scales(rows: int, groups: int) -> tuple[Tensor, Tensor]:
     return scale.view(torch.uint8), zero.view(torch.uint8)
 
 
-def test_an_affine_row_is_codes_then_scales_then_zeros() -> None:
+def test_an_affine_row_is_codes_then_scales_then_zeros_and_means_code_minus_zero_times_scale() -> None:
     codec = affine(part_format(4, 32), 64)
     scales, zeros = codec.store_scales(torch.tensor([[1.0, 0.5]]), torch.tensor([[2.0, -2.0]]))
-    row = bytes(codec.encode(codes_of([STAIRS]), scales, zeros)[0].tolist())
-    assert row.hex(" ") == f"{STAIRS_BYTES} 00 3c 00 38 00 40 00 c0"
-
-
-def test_a_hand_worked_row_decodes_to_code_minus_zero_times_scale() -> None:
-    row = codes_of([list(bytes.fromhex(f"{STAIRS_BYTES} 00 3c 00 38 00 40 00 c0"))])
+    row = codec.encode(codes_of([STAIRS]), scales, zeros)
+    assert bytes(row[0].tolist()).hex(" ") == f"{STAIRS_BYTES} 00 3c 00 38 00 40 00 c0"
     expected = [j // 4 - 2.0 for j in range(32)] + [(j // 4 + 2.0) * 0.5 for j in range(32, 64)]
     assert decode_part(part_format(4, 32), 64, row)[0].tolist() == expected
 
@@ -210,22 +187,18 @@ def test_byte_scales_decode_as_plain_numpy_decodes_them() -> None:
             assert torch.equal(bits(ours), bits(torch.from_numpy(expected)))
 
 
-def test_a_byte_scale_is_never_zero_so_that_every_group_can_hold_something() -> None:
+def test_a_byte_scale_is_within_half_a_step_of_the_scale_given_and_never_zero() -> None:
+    for groups in [1, 4, 24]:
+        with case(groups):
+            scale = torch.rand((20, groups), generator=torch.Generator().manual_seed(0)) + 0.1
+            codec = Affine(part_format(4, 16, 8), 16 * groups)
+            loaded, _ = codec.load_scales(*codec.store_scales(scale, scale))
+            largest = scale.amax(dim=1, keepdim=True)
+            # Half a step, and what rounding the multiplier to float16 (2^-11 of it) shifts the largest scale by.
+            assert ((loaded - scale).abs() <= 0.5 * largest / 255 + largest * 2**-11).all()
     codec = Affine(part_format(4, 16, 8), 64)
-    scale = torch.tensor([[1000.0, 1e-6, 1.0, 0.0]])
-    scales, zeros = codec.store_scales(scale, torch.zeros(1, 4))
-    loaded, _ = codec.load_scales(scales, zeros)
+    loaded, _ = codec.load_scales(*codec.store_scales(torch.tensor([[1000.0, 1e-6, 1.0, 0.0]]), torch.zeros(1, 4)))
     assert (loaded > 0).all()
-
-
-@pytest.mark.parametrize("groups", [1, 4, 24])
-def test_a_byte_scale_is_within_half_a_step_of_the_scale_given(groups: int) -> None:
-    scale = torch.rand((20, groups), generator=torch.Generator().manual_seed(0)) + 0.1
-    codec = Affine(part_format(4, 16, 8), 16 * groups)
-    loaded, _ = codec.load_scales(*codec.store_scales(scale, scale))
-    step = scale.amax(dim=1, keepdim=True) / 255
-    # Half a step, and what rounding the multiplier to float16 (2^-11 of it) shifts the largest scale by.
-    assert ((loaded - scale).abs() <= 0.5 * step + scale.amax(dim=1, keepdim=True) * 2**-11).all()
 
 
 # -- What FP8 and MXFP4 sources hold -----------------------------------------------------------------------------------
@@ -237,18 +210,12 @@ def scales_of(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float32)
 
 
-def test_an_fp8_row_is_codes_then_a_float32_for_128_of_them() -> None:
+def test_rows_of_sources_are_codes_then_scales() -> None:
     codes = torch.arange(192, dtype=torch.uint8).view(1, 192)
     row = bytes(Fp8(FP8, 192).encode(codes, scales_of(1.0, -0.5))[0].tolist())
     assert row == bytes(range(192)) + bytes.fromhex("00 00 80 3f 00 00 00 bf")
-
-
-def test_an_e5m2_row_is_codes_then_a_byte() -> None:
     row = bytes(E5m2(E5M2, 256).encode(EVERY_BYTE, codes_of([[131]]))[0].tolist())
     assert row == bytes(range(256)) + b"\x83"
-
-
-def test_an_mxfp4_row_is_a_block_of_codes_then_a_byte_for_32_of_them() -> None:
     row = bytes(Mxfp4(MXFP4, 64).encode(codes_of([STAIRS]), codes_of([[126, 129]]))[0].tolist())
     assert row.hex(" ") == f"{STAIRS_BYTES} 7e 81"
 
@@ -331,12 +298,8 @@ def test_bfloat16_weights_come_back_unchanged() -> None:
     weights[0, :4] = torch.tensor([0.0, -0.0, 3.3895314e38, 9.184e-41])  # the largest; the smallest subnormal
     codec = Bf16(BF16, 64)
     assert torch.equal(bits(codec.decode(codec.encode(weights))), bits(weights.to(torch.float32)))
-
-
-def test_a_bfloat16_row_is_little_endian() -> None:
-    assert bytes(Bf16(BF16, 64).encode(torch.tensor([[1.0, -2.0, 0.5] + [0.0] * 61]))[0].tolist())[:8].hex(" ") == (
-        "80 3f 00 c0 00 3f 00 00"
-    )
+    row = codec.encode(torch.tensor([[1.0, -2.0, 0.5] + [0.0] * 61]))[0]
+    assert bytes(row[:8].tolist()).hex(" ") == "80 3f 00 c0 00 3f 00 00"  # little-endian
 
 
 def test_float32_weights_round_to_the_nearest_bfloat16_ties_to_even() -> None:

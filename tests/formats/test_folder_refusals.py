@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import case
+from support.cases import case, line_of
 from support.folders import EMBED, HEAD, INDEX, OTHER, SHARDS, SINGLE, base_alone, sharded, single, with_files, without
 from support.models import Tensors
 
@@ -29,11 +29,7 @@ PAGES = (
 
 
 def refusal(source: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        Checkpoint(find_checkpoint(str(source)))
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
+    return line_of(CheckpointError, lambda: Checkpoint(find_checkpoint(str(source))))
 
 
 def test_a_folder_with_two_models_is_refused_until_one_is_removed(tmp_path: Path) -> None:

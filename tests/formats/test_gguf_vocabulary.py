@@ -11,7 +11,7 @@ from typing import Any
 
 import gguf
 import pytest
-from support.cases import case
+from support.cases import case, line_of
 from support.models import DEMO_MODEL
 from tokenizers import Tokenizer, models, trainers
 from transformers.convert_slow_tokenizer import generate_merges
@@ -103,11 +103,7 @@ def assert_same_tokens(path: Path, values: Values, fields: Values, texts: tuple[
 
 
 def refusal(files: dict[str, bytes], vocab_size: int = 5000) -> str:
-    with pytest.raises(RunError) as refused:
-        vocabulary_fields(files, vocab_size)
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
+    return line_of(RunError, lambda: vocabulary_fields(files, vocab_size))
 
 
 # --- the rules that split a text

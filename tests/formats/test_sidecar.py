@@ -3,14 +3,13 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.cases import case
+from support.cases import assert_each, line_of
 from support.killing import files_in
-from support.reseal import JsonObject, edit_byte, manifest_of, sealed
+from support.reseal import Change, JsonObject, edit_byte, manifest_of, sealed
 
 from moe_pack.formats import ConversionError, Pack, PackError
 from moe_pack.formats.pack.sidecar import read_sidecar, write_sidecar
@@ -42,29 +41,21 @@ CONTENT: JsonObject = {
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(PackError) as refused:
-        read_sidecar(folder, NAME, Measured, ROOT)
-    message = str(refused.value)
-    assert "\n" not in message, message
-    return message
+    return line_of(PackError, lambda: read_sidecar(folder, NAME, Measured, ROOT))
 
 
 def write_by_hand(folder: Path, values: JsonObject) -> None:
     (folder / NAME).write_bytes(sealed(values))
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_what_was_written_is_read_back_and_has_the_bytes_of_a_file_written_by_hand(tmp_path: Path) -> None:
+    assert read_sidecar(tmp_path, NAME, Measured, ROOT) is None
     write_sidecar(tmp_path, NAME, VALUES, ROOT)
     assert read_sidecar(tmp_path, NAME, Measured, ROOT) == VALUES
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
-
-
-def test_a_file_written_by_hand_has_the_same_bytes_and_is_read(tmp_path: Path) -> None:
-    write_sidecar(tmp_path, NAME, VALUES, ROOT)
     ours = (tmp_path / NAME).read_bytes()
     write_by_hand(tmp_path, {"root": ROOT, "content": CONTENT})
     assert (tmp_path / NAME).read_bytes() == ours
-    assert read_sidecar(tmp_path, NAME, Measured, ROOT) == VALUES
 
 
 def test_the_digest_is_that_of_the_file_with_zeros_in_its_place(tmp_path: Path) -> None:
@@ -81,10 +72,6 @@ def test_a_sidecar_that_is_there_is_replaced_whole(tmp_path: Path) -> None:
     write_sidecar(tmp_path, NAME, Measured(1, 0.5, ()), OTHER_ROOT)
     assert read_sidecar(tmp_path, NAME, Measured, OTHER_ROOT) == Measured(1, 0.5, ())
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
-
-
-def test_where_there_is_none_none_is_read(tmp_path: Path) -> None:
-    assert read_sidecar(tmp_path, NAME, Measured, ROOT) is None
 
 
 def test_one_of_another_root_digest_is_as_good_as_none_whatever_it_holds(tmp_path: Path) -> None:
@@ -125,30 +112,27 @@ def test_a_sidecar_cut_anywhere_is_refused(tmp_path: Path) -> None:
         assert re.match(r"quality\.json: (not valid JSON \(|does not end with its own digest)", refusal(tmp_path))
 
 
-def test_a_file_that_is_no_sealed_object_is_refused(new_folder: Callable[[], Path]) -> None:
-    cases = [
-        (b'{"root": "x"}\n', "quality.json: does not end with its own digest; the file is cut or damaged"),
-        (b"[]", "quality.json: does not end with its own digest; the file is cut or damaged"),
-        (b'{"a": 1, "a": 2}', "quality.json: key 'a' appears twice"),
-        (b'{"a": NaN}', "quality.json: found NaN, which is not a JSON number"),
-    ]
-    for raw, message in cases:
-        with case(raw, message):
-            tmp_path = new_folder()
-            (tmp_path / NAME).write_bytes(raw)
-            assert refusal(tmp_path) == message
-
-
-def test_another_digest_of_itself_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_sealed_object_is_refused(tmp_path: Path) -> None:
     write_sidecar(tmp_path, NAME, VALUES, ROOT)
-    raw = (tmp_path / NAME).read_bytes()
-    digest = json.loads(raw)["sha256"].encode()
-    (tmp_path / NAME).write_bytes(raw.replace(digest, b"e" * 64))
-    assert refusal(tmp_path) == "quality.json: SHA-256 does not match its bytes; the file is damaged"
-
-
-def test_keys_and_types_are_exact(new_folder: Callable[[], Path]) -> None:
+    sound = (tmp_path / NAME).read_bytes()
+    other_digest = sound.replace(json.loads(sound)["sha256"].encode(), b"e" * 64)
     cases = [
+        (b'{"root": "x"}\n', "does not end with its own digest; the file is cut or damaged"),
+        (b"[]", "does not end with its own digest; the file is cut or damaged"),
+        (b'{"a": 1, "a": 2}', "key 'a' appears twice"),
+        (b'{"a": NaN}', "found NaN, which is not a JSON number"),
+        (other_digest, "SHA-256 does not match its bytes; the file is damaged"),
+    ]
+
+    def found(raw: bytes) -> str:
+        (tmp_path / NAME).write_bytes(raw)
+        return refusal(tmp_path)
+
+    assert_each(cases, found, "quality.json: ")
+
+
+def test_keys_and_types_are_exact(tmp_path: Path) -> None:
+    cases: list[tuple[Change, str]] = [
         (lambda v: v.pop("content"), "quality.json: key 'content' is missing"),
         (lambda v: v.pop("root"), "quality.json: key 'root' is missing"),
         (lambda v: v.update(note="?"), "quality.json: unknown key 'note'"),
@@ -160,17 +144,15 @@ def test_keys_and_types_are_exact(new_folder: Callable[[], Path]) -> None:
         (lambda v: v["content"]["curves"][1].update(widths=[2, "4"]),
          "quality.json: content: curves[1]: widths[1]: found '4', expected int"),
     ]  # fmt: skip
-    for change, message in cases:
-        with case(change, message):
-            tmp_path = new_folder()
-            values: JsonObject = {"root": ROOT, "content": json.loads(json.dumps(CONTENT))}
-            change(values)
-            write_by_hand(tmp_path, values)
-            assert refusal(tmp_path) == message
 
+    def found(change: Change) -> str:
+        values: JsonObject = {"root": ROOT, "content": json.loads(json.dumps(CONTENT))}
+        change(values)
+        write_by_hand(tmp_path, values)
+        return refusal(tmp_path)
 
-def test_a_number_without_fraction_stands_for_a_float(tmp_path: Path) -> None:
-    write_by_hand(tmp_path, {"root": ROOT, "content": CONTENT | {"loss": 3}})
+    assert_each(cases, found)
+    write_by_hand(tmp_path, {"root": ROOT, "content": CONTENT | {"loss": 3}})  # a number without fraction
     assert read_sidecar(tmp_path, NAME, Measured, ROOT) == VALUES
 
 

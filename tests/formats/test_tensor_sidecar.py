@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from support.cases import case
+from support.cases import case, line_of
 from support.reseal import edit_byte, manifest_of
 
 from moe_pack.formats import ConversionError, Pack, PackError
@@ -43,10 +43,8 @@ def opened(folder: Path, root: str = ROOT) -> TensorSidecar:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(PackError) as refused:
-        opened(folder)
-    message = str(refused.value)
-    assert "\n" not in message and message.startswith(NAME), message
+    message = line_of(PackError, lambda: opened(folder))
+    assert message.startswith(NAME), message
     return message
 
 

@@ -279,7 +279,7 @@ def threshold_at(a: Tensor, sparsity: float, errors: Tensor | None = None) -> fl
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """The magnitudes that errors of an expert's values are relative to, float64: [T, f] of `a` and `h`, [T, d] of `y`."""
+    """The magnitudes by which errors of an expert are judged, float64: [T, f] of `a` and `h`, [T, d] of `y`."""
 
     a: Tensor
     h: Tensor
@@ -313,7 +313,7 @@ def _acted(sums: Tensor, values: Tensor, function: NeuronFunction) -> Tensor:
 
 
 def product_magnitudes(x: Tensor, weights: Tensor) -> Tensor:
-    """What the errors of products are relative to, float64 [T, rows], for magnitudes of weights [rows, d].
+    """Returns the magnitudes by which errors of products are judged, float64 [T, rows], for weights' [rows, d].
 
     Fixed point has steps of a token's largest input / 8.3e6: half of one is `MAX_ERROR` of a sixteenth of that input.
     """
