@@ -19,60 +19,23 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "runtime", "calib", "convert")
 # Every folder, from the ground up: a folder imports from folders that stand before it, and never from one after it.
 FLOORS = (
-    "formats.base",
-    "formats.parts",
-    "formats.pack",
-    "formats",
-    "formats.families",
-    "formats.gguf",
-    "formats.hub",
-    "runtime.cpu",
-    "runtime.model.caches",
-    "runtime.model.attention",
-    "runtime.model.mixers",
-    "runtime.model",
-    "runtime.offload",
-    "runtime.drafts",
-    "runtime.gpu.kernels",
-    "runtime.gpu",
-    "runtime.engine",
-    "runtime",
-    "runtime.serve",
-    "runtime.serve.protocols",
-    "runtime.serve.http",
-    "runtime.cli",
-    "calib.quantize",
-    "calib.forward",
-    "calib.statistics",
-    "calib.sensitivity",
-    "calib.evaluate",
-    "calib.profile",
-    "calib.report",
-    "calib",
-    "convert.plan",
-    "convert",
-    "convert.export",
-    "convert.cli",
-)
+    "formats.base", "formats.parts", "formats.pack", "formats", "formats.families", "formats.gguf", "formats.hub",
+    "runtime.cpu", "runtime.model.caches", "runtime.model.attention", "runtime.model.mixers", "runtime.model",
+    "runtime.offload", "runtime.drafts", "runtime.gpu.kernels", "runtime.gpu", "runtime.engine", "runtime",
+    "runtime.serve", "runtime.serve.protocols", "runtime.serve.http", "runtime.cli",
+    "calib.quantize", "calib.forward", "calib.statistics", "calib.sensitivity", "calib.evaluate", "calib.profile",
+    "calib.report", "calib",
+    "convert.plan", "convert", "convert.export", "convert.cli",
+)  # fmt: skip
 # Modules that import from a folder after theirs: kinds of attention and mixers compute with a model's weights, and the
 # cache of all layers asks each kind for its own. Their circle of folders is to go; no other one may come.
 UPWARD = {
-    ("attention.compressed", "matrices"),
-    ("attention.compressed", "weights"),
-    ("attention.grouped", "matrices"),
-    ("attention.grouped", "operations"),
-    ("attention.grouped", "weights"),
-    ("attention.kinds", "weights"),
-    ("attention.latent", "weights"),
-    ("attention.relative", "matrices"),
-    ("attention.relative", "weights"),
-    ("attention.shared", "matrices"),
-    ("attention.shared", "weights"),
-    ("caches.kv_cache", "attention.kinds"),
-    ("mixers.kinds", "matrices"),
-    ("mixers.kinds", "operations"),
-    ("mixers.kinds", "weights"),
-}
+    ("attention.compressed", "matrices"), ("attention.compressed", "weights"), ("attention.grouped", "matrices"),
+    ("attention.grouped", "operations"), ("attention.grouped", "weights"), ("attention.kinds", "weights"),
+    ("attention.latent", "weights"), ("attention.relative", "matrices"), ("attention.relative", "weights"),
+    ("attention.shared", "matrices"), ("attention.shared", "weights"), ("caches.kv_cache", "attention.kinds"),
+    ("mixers.kinds", "matrices"), ("mixers.kinds", "operations"), ("mixers.kinds", "weights"),
+}  # fmt: skip
 EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of ours
 COMMAND_HELPERS = "moe_pack.formats.base.cli"  # what commands share; only folders and modules called cli may import it
 
@@ -91,16 +54,11 @@ FAMILY_TABLES = (
 # read configs into parts, say parts in the words of GGUF, or choose a GPU's kernels. All others ask the part.
 PARTS = ("moe_pack.formats.parts", "moe_pack.runtime.model")
 LOOK_AT_PARTS = {
-    "moe_pack.formats.families.deepseek_v4",
-    "moe_pack.formats.families.gpt_oss",
-    "moe_pack.formats.families.minimax_m3_vl",
-    "moe_pack.formats.families.mistral4",
-    "moe_pack.formats.families.prediction",
-    "moe_pack.formats.families.readers",
-    "moe_pack.formats.gguf.factors",
-    "moe_pack.formats.gguf.metadata",
-    "moe_pack.runtime.gpu.token_layers",
-}
+    "moe_pack.formats.families.deepseek_v4", "moe_pack.formats.families.gpt_oss",
+    "moe_pack.formats.families.minimax_m3_vl", "moe_pack.formats.families.mistral4",
+    "moe_pack.formats.families.prediction", "moe_pack.formats.families.readers", "moe_pack.formats.gguf.factors",
+    "moe_pack.formats.gguf.metadata", "moe_pack.runtime.gpu.token_layers",
+}  # fmt: skip
 
 MAX_FACE_NAMES = 40
 FOR_USERS = {"moe_pack.runtime": {"Model", "load"}}  # names that a face offers to those who write Python

@@ -281,21 +281,16 @@ def test_a_missing_tensor_is_refused_by_name(new_folder: Callable[[], Path]) -> 
 def test_a_tensor_without_a_role_or_of_another_shape_is_refused(new_folder: Callable[[], Path]) -> None:
     lost = "has no role in the model that config.json describes; the pack would lose it"
     strange = [
-        "model.layers.1.input_layernorm.weight",
-        "model.layers.0.block_sparse_moe.experts.2.w1.weight",
-        "model.layers.0.self_attn.q_proj.bias",
-        "score.weight",
-    ]
+        "model.layers.1.input_layernorm.weight", "model.layers.0.block_sparse_moe.experts.2.w1.weight",
+        "model.layers.0.self_attn.q_proj.bias", "score.weight",
+    ]  # fmt: skip
     shapes = [
-        ("model.embed_tokens.weight", (97, 64), "[96, 64]"),
-        ("model.norm.weight", (64, 1), "[64]"),
+        ("model.embed_tokens.weight", (97, 64), "[96, 64]"), ("model.norm.weight", (64, 1), "[64]"),
         ("model.layers.0.self_attn.k_proj.weight", (64, 64), "[32, 64]"),
-        ("model.layers.0.block_sparse_moe.gate.weight", (64, 2), "[2, 64]"),
-        (GATE_0, (64, 48), "[48, 64]"),
-        (GATE_0.replace("w1", "w2"), (48, 64), "[64, 48]"),
-        (GATE_0.replace("w1", "w3"), (48 * 64,), "[48, 64]"),
+        ("model.layers.0.block_sparse_moe.gate.weight", (64, 2), "[2, 64]"), (GATE_0, (64, 48), "[48, 64]"),
+        (GATE_0.replace("w1", "w2"), (48, 64), "[64, 48]"), (GATE_0.replace("w1", "w3"), (48 * 64,), "[48, 64]"),
         ("lm_head.weight", (), "[96, 64]"),
-    ]
+    ]  # fmt: skip
     cases = [(name, (64,), f"{name!r} {lost}") for name in strange]
     cases += [(name, shape, f"{name!r} has shape {list(shape)}, expected {right}") for name, shape, right in shapes]
 
@@ -340,15 +335,11 @@ def conversion_refusal(folder: Path, **options: Any) -> str:
 
 def test_a_weight_that_is_no_number_is_refused_with_shard_tensor_and_position(new_folder: Callable[[], Path]) -> None:
     places: list[tuple[str, tuple[int, ...]]] = [
-        ("model.embed_tokens.weight", (17, 5)),
-        ("lm_head.weight", (95, 63)),
-        ("model.layers.0.self_attn.v_proj.weight", (0, 0)),
-        ("model.layers.0.block_sparse_moe.gate.weight", (1, 2)),
-        (f"{EXPERT_1}.w1.weight", (3, 5)),
-        (f"{EXPERT_1}.w2.weight", (63, 47)),
-        (f"{EXPERT_1}.w3.weight", (47, 63)),
+        ("model.embed_tokens.weight", (17, 5)), ("lm_head.weight", (95, 63)),
+        ("model.layers.0.self_attn.v_proj.weight", (0, 0)), ("model.layers.0.block_sparse_moe.gate.weight", (1, 2)),
+        (f"{EXPERT_1}.w1.weight", (3, 5)), (f"{EXPERT_1}.w2.weight", (63, 47)), (f"{EXPERT_1}.w3.weight", (47, 63)),
         ("model.norm.weight", (7,)),
-    ]
+    ]  # fmt: skip
     for value in (float("nan"), float("inf"), -float("inf")):
         for name, place in places:
             with case(value, name, place):

@@ -219,14 +219,10 @@ def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
         values |= {f"{prefix}.block_count": (layers, UINT32), f"{prefix}.nextn_predict_layers": (1, UINT32)}
 
     cases = {
-        "glm4_moe": "model.layers.2.",
-        "qwen3_next": "mtp.layers.0.",
-        "exaone_moe": "mtp.blk.2.",
-        "mimo_v2_flash": "model.mtp.blk.2.",
-        "step3p5": "model.layers.3.",
-        "bailing_hybrid": "model.layers.2.",
+        "glm4_moe": "model.layers.2.", "qwen3_next": "mtp.layers.0.", "exaone_moe": "mtp.blk.2.",
+        "mimo_v2_flash": "model.mtp.blk.2.", "step3p5": "model.layers.3.", "bailing_hybrid": "model.layers.2.",
         "deepseek_v32": "model.layers.2.",
-    }
+    }  # fmt: skip
     for family, begin in cases.items():
         with case(family):
             path = rewritten(tmp_path / f"{family}.gguf", GOLDEN / f"{family}.gguf", values=count, tensors=add)
@@ -298,15 +294,11 @@ def byte_level() -> dict[str, Any]:
     vocabulary = values["model"]["vocab"]
     tokens = sorted(vocabulary, key=lambda text: int(vocabulary[text]))
     return {
-        "ggml.model": "gpt2",
-        "ggml.pre": "gpt-2",
-        "ggml.tokens": tokens,
+        "ggml.model": "gpt2", "ggml.pre": "gpt-2", "ggml.tokens": tokens,
         "ggml.token_type": [3 if number in special else 1 for number in range(len(tokens))],
-        "ggml.merges": [" ".join(merge) for merge in values["model"]["merges"]],
-        "ggml.bos_token_id": 0,
-        "ggml.eos_token_id": 1,
-        "ggml.add_bos_token": True,
-    }
+        "ggml.merges": [" ".join(merge) for merge in values["model"]["merges"]], "ggml.bos_token_id": 0,
+        "ggml.eos_token_id": 1, "ggml.add_bos_token": True,
+    }  # fmt: skip
 
 
 def test_a_byte_level_tokenizer_gives_the_originals_tokens(tmp_path: Path) -> None:
@@ -341,14 +333,11 @@ def test_a_sentencepiece_tokenizer_gives_the_originals_tokens(tmp_path: Path) ->
     tokens = sorted(values["vocab"], key=lambda text: int(values["vocab"][text]))
     ranks = {"".join(merge): rank for rank, merge in enumerate(reversed(values["merges"]))}
     fields = {
-        "ggml.model": "llama",
-        "ggml.tokens": tokens,
+        "ggml.model": "llama", "ggml.tokens": tokens,
         "ggml.scores": [float(-len(ranks) + ranks.get(token, -len(tokens))) for token in tokens],
-        "ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
-        "ggml.bos_token_id": 1,
-        "ggml.eos_token_id": 2,
-        "ggml.unknown_token_id": 0,
-    }
+        "ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)], "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0,
+    }  # fmt: skip
     files = GgufFiles(with_tokenizer(tmp_path / "model.gguf", fields))
     text = Text(files)
     trained.add_special_tokens(special[:3])

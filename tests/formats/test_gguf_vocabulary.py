@@ -177,16 +177,11 @@ def test_a_byte_level_tokenizer_reads_back(tmp_path: Path) -> None:
     assert {type(kind) for kind in kinds} == {int}
     rest = {name: value for name, value in fields.items() if not isinstance(value, list)}
     assert rest == {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.eot_token_id": 4097,
-        "tokenizer.ggml.unknown_token_id": 1,
-        "tokenizer.ggml.padding_token_id": 4097,
-        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eot_token_id": 4097, "tokenizer.ggml.unknown_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 4097, "tokenizer.ggml.add_bos_token": True,
         "tokenizer.ggml.add_eos_token": False,
-    }
+    }  # fmt: skip
 
 
 def test_old_files_with_merges_as_texts_and_without_a_type_are_the_same() -> None:

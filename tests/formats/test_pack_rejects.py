@@ -147,22 +147,13 @@ def test_a_manifest_has_1_000_000_bytes_at_most(folder: Path) -> None:
 OTHER = "0123456789abcdef" * 4
 SCALINGS = "linear, dynamic, yarn, longrope, llama3, proportional"
 YARN = {
-    "kind": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "attention_factor": 1.0,
-    "truncate": True,
-}
+    "kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
+    "attention_factor": 1.0, "truncate": True,
+}  # fmt: skip
 LONGROPE = {
-    "kind": "longrope",
-    "original_max_position_embeddings": 32,
-    "short_factor": [1.0] * 16,
-    "long_factor": [2] * 16,
-    "short_mscale": 1.0,
-    "long_mscale": 1.2,
-}
+    "kind": "longrope", "original_max_position_embeddings": 32, "short_factor": [1.0] * 16, "long_factor": [2] * 16,
+    "short_mscale": 1.0, "long_mscale": 1.2,
+}  # fmt: skip
 
 
 def refuse_values(new_pack: Callable[[], Path], cases: Iterable[tuple[str, Any, Any, str]], before: str = "") -> None:

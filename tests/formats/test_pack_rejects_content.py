@@ -183,10 +183,8 @@ def test_an_order_has_every_neuron_once_or_twice() -> None:
 
 def test_a_format_we_do_not_read_is_refused(new_pack: Callable[[], Path]) -> None:
     cases = [
-        ("codec", 7, 0, "unknown codec 7 for gate"),
-        ("codec", 255, 2, "unknown codec 255 for down"),
-        ("codec", 0, 1, "unknown codec 0 for up"),
-        ("codec", 8, 0, "unknown codec 8 for gate"),
+        ("codec", 7, 0, "unknown codec 7 for gate"), ("codec", 255, 2, "unknown codec 255 for down"),
+        ("codec", 0, 1, "unknown codec 0 for up"), ("codec", 8, 0, "unknown codec 8 for gate"),
         ("codec", 3, 1, "format of up: fp8 has scales of 32 bits, found 16"),
         ("codec", 4, 0, "format of gate: e5m2 has scales of 8 bits, found 16"),
         ("codec", 5, 1, "format of up: mxfp4 has scales of 8 bits, found 16"),
@@ -199,7 +197,7 @@ def test_a_format_we_do_not_read_is_refused(new_pack: Callable[[], Path]) -> Non
         ("group", 128, 0, "format of gate: group size 128 does not divide rows of 64 values"),
         ("scale_bits", 4, 2, "format of down: scales of 4 bits, expected 8 or 16"),
         ("scale_bits", 0, 2, "format of down: scales of 0 bits, expected 8 or 16"),
-    ]
+    ]  # fmt: skip
     for tensor, value, matrix, message in cases:
         with case(tensor, value, matrix, message):
             folder = new_pack()

@@ -12,11 +12,8 @@ from moe_pack.formats.families.mixtral import MIXTRAL
 from support.models import Tensors
 
 FP8_CONFIG: dict[str, Any] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
 MXFP4_CONFIG: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 PACKED_WEIGHTS: dict[str, Any] = {
     "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
@@ -117,15 +114,11 @@ def quantize_packed(
 
 EXPERTS = "model.layers.{i}.experts."
 BLOCK_NAMES: dict[Matrix, str] = {
-    "gate": EXPERTS + "gate_up_blocks",
-    "up": EXPERTS + "gate_up_blocks",
-    "down": EXPERTS + "down_blocks",
-}
+    "gate": EXPERTS + "gate_up_blocks", "up": EXPERTS + "gate_up_blocks", "down": EXPERTS + "down_blocks",
+}  # fmt: skip
 SCALE_NAMES: dict[Matrix, str] = {
-    "gate": EXPERTS + "gate_up_scales",
-    "up": EXPERTS + "gate_up_scales",
-    "down": EXPERTS + "down_scales",
-}
+    "gate": EXPERTS + "gate_up_scales", "up": EXPERTS + "gate_up_scales", "down": EXPERTS + "down_scales",
+}  # fmt: skip
 BIAS_NAMES: dict[Matrix, str] = {"gate": EXPERTS + "gate_up_bias", "up": EXPERTS + "gate_up_bias"}
 IN_BLOCKS = ExpertNames(BLOCK_NAMES, BIAS_NAMES, interleaved=True, scales=SCALE_NAMES)
 

@@ -64,11 +64,8 @@ class Shape:
         neurons, experts = _SIZE_KEYS[self.model]
         config = published_config(self.model)
         changes = {
-            "hidden_size": self.hidden,
-            neurons: self.intermediate,
-            experts: self.experts,
-            "vocab_size": self.vocab,
-        }
+            "hidden_size": self.hidden, neurons: self.intermediate, experts: self.experts, "vocab_size": self.vocab,
+        }  # fmt: skip
         config |= {key: value for key, value in changes.items() if value is not None}
         config |= {
             "num_hidden_layers": self.layers,
@@ -148,12 +145,10 @@ def _deepseek(layer: str, number: int, config: dict[str, object]) -> Iterator[Te
     yield Tensor(f"{layer}self_attn.q_a_layernorm.weight", "BF16", (q_rank,), "norm")
     yield Tensor(f"{layer}self_attn.kv_a_layernorm.weight", "BF16", (kv_rank,), "norm")
     attention = {
-        "q_a_proj": (q_rank, d),
-        "q_b_proj": (heads * (head + rope), q_rank),
-        "kv_a_proj_with_mqa": (kv_rank + rope, d),
-        "kv_b_proj": (heads * 2 * head, kv_rank),
+        "q_a_proj": (q_rank, d), "q_b_proj": (heads * (head + rope), q_rank),
+        "kv_a_proj_with_mqa": (kv_rank + rope, d), "kv_b_proj": (heads * 2 * head, kv_rank),
         "o_proj": (d, heads * head),
-    }
+    }  # fmt: skip
     yield from _fp8_matrices(f"{layer}self_attn.", attention)
     if number == 0:
         yield from _fp8_matrices(f"{layer}mlp.", _mlp(d, int(str(config["intermediate_size"]))))
@@ -217,10 +212,9 @@ def _pools(generator: np.random.Generator) -> dict[str, NDArray[np.uint8]]:
         "matrix": (_DEVIATION * half).to(torch.bfloat16).view(torch.uint8).numpy(),
         "norm": (1 + _DEVIATION * half).to(torch.bfloat16).view(torch.uint8).numpy(),
         "codes": (100 * normal).to(torch.float8_e4m3fn).view(torch.uint8).numpy(),
-        "scales": np.full(_POOL_BYTES // 4, _DEVIATION / 100, np.float32).view(np.uint8),
-        "blocks": byte,
+        "scales": np.full(_POOL_BYTES // 4, _DEVIATION / 100, np.float32).view(np.uint8), "blocks": byte,
         "exponents": (118 + byte % 4).astype(np.uint8),
-    }
+    }  # fmt: skip
     return {name: np.concatenate((pool, pool[:_PIECE_BYTES])) for name, pool in kinds.items()}
 
 

@@ -45,17 +45,10 @@ NUMPY_DTYPES = {
 SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 SELF_DIGEST_BYTES = 82
 INDEX_TAILS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "offset": ("U64", ()),
-    "size": ("U64", ()),
-    "selector_row_bytes": ("U32", ()),
-    "record_row_bytes": ("U32", ()),
-    "crc32": ("U32", ()),
-    "group": ("U16", (3,)),
-    "codec": ("U8", (3,)),
-    "width": ("U8", (3,)),
-    "scale_bits": ("U8", (3,)),
-    "sha256": ("U8", (32,)),
-}
+    "offset": ("U64", ()), "size": ("U64", ()), "selector_row_bytes": ("U32", ()), "record_row_bytes": ("U32", ()),
+    "crc32": ("U32", ()), "group": ("U16", (3,)), "codec": ("U8", (3,)), "width": ("U8", (3,)),
+    "scale_bits": ("U8", (3,)), "sha256": ("U8", (32,)),
+}  # fmt: skip
 
 Tensor = tuple[str, str, Shape]  # name, dtype, shape
 

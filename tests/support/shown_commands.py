@@ -111,14 +111,9 @@ def makefile_commands() -> dict[str, list[Shown]]:
     text = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
     text = re.sub(r"\$\(if \$\(\w+\),((?:[^()]|\([^()]*\))*)\)", r"\1", text)  # what is there if the variable is
     given = {
-        "BIN": "python-of",
-        "BENCH": "tests/bench",
-        "LLAMA": "",
-        "BENCH_PACKS": "FOLDER",
-        "PACK": "PACK",
-        "EXPERTS": "FILE.safetensors",
-        "GPU_PYTHON": "python-of/python",
-    }
+        "BIN": "python-of", "BENCH": "tests/bench", "LLAMA": "", "BENCH_PACKS": "FOLDER", "PACK": "PACK",
+        "EXPERTS": "FILE.safetensors", "GPU_PYTHON": "python-of/python",
+    }  # fmt: skip
     found: dict[str, list[Shown]] = {}
     needed: dict[str, list[str]] = {}
     target = ""
