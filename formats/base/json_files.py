@@ -80,7 +80,8 @@ def parse(raw: bytes, place: str, error: type[errors.MoePackError], *, is_foreig
     except UnicodeEncodeError as fault:
         raise error(f"{place}: found half a character (a lone surrogate), expected text") from fault
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as fault:
-        raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
+        reason = str(fault).splitlines()[0][:120] if str(fault) else type(fault).__name__
+        raise error(f"{place}: not valid JSON ({reason})") from fault
 
 
 def load(kind: type[T], value: Any, place: str, error: type[errors.MoePackError]) -> T:
@@ -179,10 +180,6 @@ def _hint(kind: Any, name: str) -> Any:
     written = next(field.type for field in dataclasses.fields(kind) if field.name == name)
     alone = type(kind.__name__, (), {"__annotations__": {name: written}, "__module__": kind.__module__})
     return typing.get_type_hints(alone, include_extras=True)[name]
-
-
-def _first_line(fault: Exception) -> str:
-    return str(fault).splitlines()[0][:120] if str(fault) else type(fault).__name__
 
 
 _ZERO_DIGEST = "0" * 64
