@@ -168,8 +168,14 @@ class Progress(Protocol):
         ...
 
 
-class _NoProgress(Progress):
-    """Progress that is not shown."""
+class _NoProgress:
+    def begin(self, stage: Stage) -> None: ...
+
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None: ...
+
+    def end(self) -> None: ...
+
+    def say(self, line: str) -> None: ...
 
 
 NO_PROGRESS: Progress = _NoProgress()

@@ -55,7 +55,7 @@ class RowLayout:
         return next((part for part in self.parts if part.name == name), None)
 
 
-def row_layout(parts: list[tuple[str, plans.PartFormat, bool]], num_cols: int) -> RowLayout:
+def row_layout(parts: Sequence[tuple[str, plans.PartFormat, bool]], num_cols: int) -> RowLayout:
     """Returns the layout of rows with these parts: name, format, whether a float32 bias follows."""
     placed, end = [], 0
     offsets = []
