@@ -1,6 +1,6 @@
-"""Tokenizers as GGUF metadata: read back they give the original's tokens, and every reason to refuse one.
+"""Tokenizers as GGUF metadata: read back they give the tokens of the tokenizers library, or are refused.
 
-The judge is the tokenizers library, with the original. By hand, llama.cpp itself gave the same tokens: docs/gguf.md.
+By hand, llama.cpp itself gave the same tokens: docs/gguf.md.
 """
 
 import json

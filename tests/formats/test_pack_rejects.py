@@ -25,6 +25,7 @@ from support.reseal import (
 from support.waiting import HANG_S
 
 from moe_pack.formats import Pack, PackError
+from moe_pack.formats.pack.safetensors import lay_out
 
 MANIFEST = "manifest.json"
 REQUIRED = ["index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"]
@@ -437,3 +438,56 @@ def test_a_pack_with_files_it_does_not_list_is_read(folder: Path) -> None:
 def test_a_manifest_names_no_time_or_host(folder: Path) -> None:
     text = json.dumps(manifest_of(folder))
     assert not re.search(r"20\d\d-\d\d|hostname|workers", text)
+
+
+# --- the file of unused tensors, which nothing runs
+
+UNUSED = "unused-000.safetensors"
+TENSOR = ("model.layers.2.eh_proj.weight", "BF16", (2, 3))
+TOGETHER = f"manifest.json: feature 'unused' and file {UNUSED!r} must be present together"
+
+
+def unused(is_listed: bool, is_required: bool) -> Change:
+    def change(values: JsonObject) -> None:
+        values["files"] += [{"name": UNUSED}] * is_listed
+        values["features"] += ["unused"] * is_required
+
+    return change
+
+
+@pytest.fixture
+def with_unused(folder: Path) -> Path:
+    """A pack with the legal file; no manifest lists it yet."""
+    made = lay_out([[TENSOR]], 64)
+    body = bytes(range(made.num_bytes - len(made.header)))
+    (folder / UNUSED).write_bytes(made.header + body)
+    return folder
+
+
+def test_what_is_listed_with_its_feature_is_there_and_is_no_weight(with_unused: Path) -> None:
+    reseal(with_unused, unused(True, True))
+    with Pack(with_unused) as opened:
+        assert opened.layout.unused_file is not None
+        (entry,) = [entry for entry in opened.layout.unused_file.entries if not entry.name.startswith("pad.")]
+        assert (entry.name, entry.dtype, entry.shape) == TENSOR
+        assert opened.read_unused(entry.offset, entry.num_bytes).tobytes() == bytes(range(12))
+        assert TENSOR[0] not in [dense.entry.name for dense in opened.layout.dense]
+
+
+def test_the_file_and_its_feature_go_together(with_unused: Path) -> None:
+    sound = (with_unused / MANIFEST).read_bytes()
+    for is_listed in (True, False):
+        reseal(with_unused, unused(is_listed, not is_listed))
+        assert refusal(with_unused) == TOGETHER
+        put(with_unused, sound)
+    reseal(with_unused)
+    Pack(with_unused).close()
+
+
+def test_a_header_that_is_not_the_one_its_tensors_have_is_refused(with_unused: Path) -> None:
+    raw = (with_unused / UNUSED).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert raw[7 + length : 8 + length] == b" ", "the header ends in spaces"
+    (with_unused / UNUSED).write_bytes((length - 1).to_bytes(8, "little") + raw[8 : 7 + length] + raw[8 + length :])
+    reseal(with_unused, unused(True, True))
+    assert refusal(with_unused) == f"{UNUSED}: header does not match its tensors; the file is damaged"
