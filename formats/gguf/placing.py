@@ -199,6 +199,11 @@ class _Numbered(Rows):
         return np.ascontiguousarray(values).view(np.uint8)
 
 
+def _moved(order: Places) -> Places | None:
+    """Returns the order; None if it moves nothing."""
+    return None if np.array_equal(order, np.arange(len(order))) else order
+
+
 def _orders(
     maker: architecture.Maker, metadata: header.Metadata, spec: formats.ModelSpec, key: str, role: DenseRole
 ) -> _Orders:
@@ -221,5 +226,5 @@ def _orders(
     for name, shape in shapes.items():
         count = int(np.prod(shape[:-1], dtype=np.int64))
         rows, first = found[True][first : first + count], first + count
-        orders.append((name, *(None if np.array_equal(p, np.arange(len(p))) else p for p in (rows, cols))))
+        orders.append((name, _moved(rows), _moved(cols)))
     return orders
