@@ -451,3 +451,16 @@ def test_nine_functions_of_ten_are_short() -> None:
     lengths = [lines for source in sources() for _, lines in functions(source.path, source.tree)]
     short = sum(lines <= USUAL_FUNCTION_LINES for lines in lengths)
     assert short / len(lengths) >= USUAL_SHARE
+
+
+def test_no_sentence_of_a_docstring_has_a_clause_in_place_of_its_subject() -> None:
+    """`What a file has.` is a puzzle; `The content of a file.` or `Returns the content of a file.` is a sentence."""
+    found = [
+        f"{source.path.relative_to(ROOT)}:{node.body[0].lineno}: {sentence[:60]}"
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for sentence in re.split(r"(?<=[.:;])\s+", ast.get_docstring(node) or "")
+        if re.match(r"(What|Of|Where|Which|Whose|That)\b", sentence) and not sentence.endswith("?")
+    ]
+    assert not found, "\n".join(found)
