@@ -32,10 +32,8 @@ settings.load_profile("tests")
 def pytest_configure(config: pytest.Config) -> None:
     """Lets Ctrl-C reach the commands that tests start, and gives each worker of the fast suite a CPU of its own.
 
-    A shell starts background jobs with SIGINT ignored, and what a process ignores, its children ignore too.
-
-    Kernels take as many threads as a process has CPUs, and threads that wait for one another on a busy CPU take longer
-    than one alone. Slow tests start long commands, which take all CPUs.
+    A shell starts background jobs with SIGINT ignored, as their children have it. Kernels take a thread for each CPU,
+    and several threads on a busy CPU take longer than one. Slow tests start long commands, which take all CPUs.
     """
     gc.set_threshold(100_000, 50, 100)  # the usual ones cost a twentieth of the time
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -53,7 +51,6 @@ LONGEST_FIRST = ("test_foreign_keys.py", "test_families.py", "test_gpu_runs.py",
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--part I/N`: some of the files, so that a change need not wait for all of the slow suite."""
     parser.addoption("--part", metavar="I/N", help="Run the files whose number is I modulo N.")
 
 
@@ -105,7 +102,6 @@ def work_is_timed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> None:
-    """Halves what interpreted kernels take, where a test module has imported Triton."""
     if "triton" in sys.modules and os.environ["TRITON_INTERPRET"] != "0":
         spare_the_interpreter()
 
@@ -120,10 +116,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_waiting_for_the_disk() -> Iterator[None]:
-    """Makes fsync return at once: a pack takes a hundred of 5 ms each, and no test takes the machine's power away.
-
-    Only in this process: commands and conversions in processes of their own sync.
-    """
+    """Makes fsync return at once in this process: a pack takes a hundred of 5 ms each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # which refuses a file that is not open, too
         yield
@@ -131,7 +124,6 @@ def no_waiting_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture
 def new_folder(tmp_path: Path) -> Callable[[], Path]:
-    """Makes an empty folder at every call: one for each case of a sweep."""
     numbers = itertools.count()
 
     def make() -> Path:
@@ -144,7 +136,7 @@ def new_folder(tmp_path: Path) -> Callable[[], Path]:
 
 @pytest.fixture(scope="session")
 def kernel_device() -> torch.device:
-    """Where tests run kernels: on the CPU, by Triton's interpreter, or on a GPU where MOE_PACK_GPU=1 asks for it."""
+    """Tests run kernels on the CPU, by Triton's interpreter, or on a GPU if MOE_PACK_GPU=1 asks for it."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0") != "0"
     if interpreted:
         correct_bf16()
@@ -174,7 +166,6 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_pack(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its 4-bit pack; read only."""
     folder = tmp_path_factory.mktemp("tiny-pack") / "packed"
     pack(tiny_source, folder)
     return folder

@@ -1,4 +1,4 @@
-"""What the programs load before they compute: neither torch nor numpy for help, versions, mistakes and completion."""
+"""Programs load neither torch nor numpy for help, versions, mistakes and completion, and little to run."""
 
 import re
 import subprocess
@@ -92,7 +92,6 @@ TABS: list[tuple[str, set[str]]] = [
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the folder `packs/first` and the file `small.gguf`."""
     (tmp_path / "packs" / "first").mkdir(parents=True)
     (tmp_path / "small.gguf").touch()
     monkeypatch.chdir(tmp_path)
@@ -100,7 +99,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def typed(line: str) -> tuple[int, str]:
-    """Returns the exit code and the output of a command line."""
     program, *words = line.split()
     done = CliRunner().invoke(PROGRAMS[program], words, prog_name=program)
     return done.exit_code, done.output
@@ -142,7 +140,7 @@ NOT_NEEDED = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
-    """What `moe-run` loads for a pack of the demo model in 4 bit, without and with a budget."""
+    """Returns the modules that `moe-run` loads for a pack of the demo model, without and with a budget."""
     # Not above: this file is imported where torch may not be.
     from support.loaded_packs import loaded_by_case
     from support.models import DEMO_MODEL, pack

@@ -37,12 +37,7 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 def write_arrays(arrays: Mapping[str, Array]) -> bytes:
     """Returns the safetensors file of some arrays; uint16 under a name that ends in `_weight` is bfloat16."""
     return safetensors.assemble(
-        (
-            name,
-            "BF16" if name.endswith(_BF16_SUFFIX) and array.dtype == np.uint16 else _NAMES[array.dtype],
-            array.shape,
-            np.ascontiguousarray(array).tobytes(),
-        )
+        (name, "BF16" if name.endswith(_BF16_SUFFIX) and array.dtype == np.uint16 else _NAMES[array.dtype], array)
         for name, array in arrays.items()
     )
 

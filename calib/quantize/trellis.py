@@ -275,7 +275,7 @@ def trellis_scales(rows: Tensor, codec: codecs.Trellis) -> Tensor:
     """
     groups = rows.reshape(len(rows), codec.num_groups, -1)
     spread = groups.double().square().mean(dim=2).sqrt().float()  # [n, groups]
-    unit = codecs.trellis_unit(codec.part.width)
+    unit = codecs.TRELLIS_UNITS[codec.part.width]
     best, least = torch.empty_like(spread), torch.full_like(spread, torch.inf)
     for factor in SCALE_FACTORS:
         scales = codec.load_scales(codec.store_scales(spread * (factor * unit)))
@@ -311,7 +311,7 @@ class TrellisQuantizer:
     def expected_errors(self, rows: Tensor, scales: Tensor) -> Tensor:
         """Returns the squared errors to expect of rows under these scales, summed over their columns: float32 [n]."""
         groups, width = rows.reshape(len(rows), self._codec.num_groups, -1), self._codec.part.width
-        return self._group * _expected_errors(groups, scales, scales / codecs.trellis_unit(width), width).sum(dim=1)
+        return self._group * _expected_errors(groups, scales, scales / codecs.TRELLIS_UNITS[width], width).sum(dim=1)
 
     def encode(self, rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bytes of rows under these scales, then stretched, and the weights that a reader finds in them."""

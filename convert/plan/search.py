@@ -105,7 +105,7 @@ def _sizes(
     parts: Ints, spec: specs.ModelSpec, selector: specs.Selector, known: tuple[plans.PartFormat, ...]
 ) -> tuple[Ints, Ints, Ints]:
     """Returns the bytes of selectors, records and extents for combinations [C, 3], as `expert_layout` has them."""
-    expert, extra = spec.expert, layouts.extra_layout(spec.expert.extra_floats)
+    expert = spec.expert
     codes = np.array([part.code_bytes(spec.hidden_size) for part in known])[parts]  # [C, 3]
     sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])[parts]
     sizes += 4 * np.array([matrix in expert.row_bias for matrix in specs.MATRICES])
@@ -119,7 +119,8 @@ def _sizes(
 
     selectors = all_rows(specs.selector_matrices(selector, expert.matrices))
     records = all_rows(specs.record_matrices(selector, expert.matrices))
-    return selectors, records, selectors + records + (extra.row_bytes if extra else 0)
+    extra = layouts.plain_layout(expert.extra_floats, "F32").row_bytes if expert.extra_floats else 0
+    return selectors, records, selectors + records + extra
 
 
 def _format(parts: list[int], spec: specs.ModelSpec, known: tuple[plans.PartFormat, ...]) -> plans.ExpertFormat:

@@ -1,4 +1,4 @@
-"""What every room uses: errors, JSON, sizes and options of commands, and what operating systems do differently."""
+"""The base of all rooms: errors, JSON, options of commands, and files of every operating system."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""Command-line code that all commands share: error messages, signals, options from dataclasses, progress.
+"""Code that all commands share: error messages, signals, options from dataclasses, progress.
 
-The face of this folder does not import this file, so that Python code can read packs without click.
+The folder's face does not import this file: packs are read without click.
 """
 
 import errno
@@ -40,8 +40,6 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 class _Failure(click.ClickException):
-    """An error that prints one line on standard error and exits with a code."""
-
     def __init__(self, program: str, message: str, exit_code: int = 1) -> None:
         line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(message.split()))
         super().__init__(line if len(line) <= _MOST_SHOWN else line[: _MOST_SHOWN - 3] + "...")
@@ -57,8 +55,7 @@ class _Termination(KeyboardInterrupt):
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Makes the first SIGTERM raise `_Termination`; later ones are ignored while the command cleans up."""
+def _ended_by_sigterm() -> Iterator[None]:  # later ones are ignored while the command cleans up
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield  # only the main thread may set handlers; a handler that is already there stays
         return
@@ -86,10 +83,10 @@ def failure_of(fault: errors.MoePackError, exit_code: int = 1) -> Exception:
 
 
 class Program(click.Command):
-    """A command that a shell starts: standard streams may be closed, full, or of an encoding that lacks letters."""
+    """A command that a shell starts. Its standard streams may be closed, full, or of an encoding that lacks letters."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Runs the command. What it prints to a closed stream is lost, and a closed standard input is empty."""
+        """Runs the command. Output to a closed stream is lost; a closed standard input is empty."""
         _open_streams()
         try:
             return super().main(*args, **options)
@@ -101,10 +98,7 @@ class Program(click.Command):
 
 
 def _open_streams() -> None:
-    """Opens the standard streams that are closed, so that no other file gets their numbers.
-
-    A letter that the encoding of a stream lacks is written as its number.
-    """
+    """Opens the standard streams that are closed, so that no other file gets their numbers."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -117,14 +111,11 @@ def _open_streams() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # likewise
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace")  # letters that the encoding lacks are written as numbers
 
 
 def text_fault(text: str) -> str | None:
-    """Returns why a text of the command line is none, in words; None if it is one.
-
-    Python decodes bytes that are no text to halves of surrogates.
-    """
+    """Returns why a text of the command line is no text, or None. Python decodes such bytes to lone surrogates."""
     place = _SURROGATE.search(text)
     if place is None:
         return None
@@ -132,8 +123,7 @@ def text_fault(text: str) -> str | None:
 
 
 def _check_text(context: click.Context) -> None:
-    """Checks that the texts among a command's options and arguments are text. A path may have any bytes."""
-    for parameter in context.command.params:
+    for parameter in context.command.params:  # a path may have any bytes
         value = context.params.get(parameter.name or "")
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and (fault := text_fault(text)) is not None:
@@ -149,9 +139,9 @@ def environment_text(name: str) -> str:
 
 
 def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
-    """Wraps a command's body: our errors print one line, Ctrl-C exits with 130, SIGTERM with 143.
+    """Wraps a command's body. Our errors print one line; Ctrl-C exits with 130, SIGTERM with 143.
 
-    Args:    interrupted: the line that Ctrl-C and SIGTERM print.   exit_code: of our errors, but for wrong usage.
+    Args:    interrupted: the line that Ctrl-C and SIGTERM print.   exit_code: of our errors, except wrong usage.
     """
 
     def wrap(body: C) -> C:
@@ -183,7 +173,7 @@ def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
 
 
 class LateCommand(click.Command):
-    """A place for a command `name_command` of a module, which is imported only when the command is called."""
+    """A command `name_command` of a module. The module is imported when the command is called."""
 
     def __init__(self, name: str, module: str, short_help: str) -> None:
         super().__init__(name, short_help=short_help)
@@ -196,7 +186,7 @@ class LateCommand(click.Command):
 
 
 class Commands(Program, click.Group):
-    """A group of commands, some of them in modules that the group's help and completion do not import."""
+    """A group of commands. Some are in modules that the group's help and completion do not import."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -237,7 +227,7 @@ def options_from(kind: type[Any]) -> Callable[[C], C]:
 
 
 class _Choice(click.Choice[str]):
-    """One of some texts; a text that is none of them gets what to do `instead`, or the nearest ones."""
+    """One of some texts. Its error says what to do `instead`, or names the nearest choices."""
 
     def __init__(self, choices: list[str], instead: Mapping[str, str]) -> None:
         super().__init__(choices)
@@ -253,8 +243,6 @@ class _Choice(click.Choice[str]):
 
 @dataclass(frozen=True, slots=True)
 class _CommandOption:
-    """An option of a dataclass or of a dataclass nested in it."""
-
     place: str  # the name of its parameter
     option: commands.Option
     hint: Any  # the field's type without None
@@ -263,16 +251,13 @@ class _CommandOption:
 
     def click_option(self) -> Callable[[C], C]:
         """Returns the click decorator that adds the option."""
-        option, default = self.option, self.default
-        has_default = default is not MISSING and default is not None
-        if self._is_flag:
-            kind: dict[str, Any] = {"is_flag": True}
-        else:
-            kind = {"type": self._type(), "required": default is MISSING and not self.is_grouped}
-            if has_default:
-                kind |= {"default": self._default(), "show_default": "[default:" not in option.help}
-        names = (*option.flags, self.place)
-        return click.option(*names, help=option.help, metavar=option.metavar, callback=self._value, **kind)
+        kind: dict[str, Any] = {"is_flag": True}
+        if not self._is_flag:
+            kind = {"type": self._type(), "required": self.default is MISSING and not self.is_grouped}
+            if self.default is not MISSING and self.default is not None:
+                kind |= {"default": self._default(), "show_default": "[default:" not in self.option.help}
+        names = (*self.option.flags, self.place)
+        return click.option(*names, help=self.option.help, metavar=self.option.metavar, callback=self._value, **kind)
 
     @property
     def _is_flag(self) -> bool:
@@ -302,14 +287,12 @@ class _CommandOption:
         least, most = (None if bound is None else int(bound) for bound in (option.least, option.most))
         return click.IntRange(least, most)
 
-    def _default(self) -> Any:
-        """Returns the default as a user would type it."""
+    def _default(self) -> Any:  # as a user would type it
         if self.option.default_text is not None:
             return self.option.default_text
         return str(self.default) if self._choices else self.default
 
     def _value(self, context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-        """Returns the field's value for the value that click has read."""
         if self._is_flag:
             return value != (self.default is True)  # a flag inverts the default
         if value is None:
@@ -323,7 +306,6 @@ class _CommandOption:
 
 
 def _command_options(kind: type[Any], before: str = "", is_grouped: bool = False) -> Iterator[_CommandOption]:
-    """Yields the options of a dataclass and of its nested dataclasses, in the order of their fields."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         hint, may_be_none = _without_none(hints[field.name])
@@ -392,8 +374,6 @@ _ENOUGH_SHARE = 0.01  # of a kind's units that this run has to do: fewer say lit
 
 
 class _KindTime:
-    """What is known of the time of one kind of work."""
-
     def __init__(self, kind: commands.Kind) -> None:
         self.cost, self.total, self.earlier, self.left = kind.cost, kind.total, kind.done, kind.total - kind.done
         self._enough = _ENOUGH_SHARE * self.left
@@ -402,7 +382,6 @@ class _KindTime:
         self.seconds, self.recent = 0.0, 0  # sums of the window
 
     def add(self, seconds: float, units: int) -> None:
-        """Adds a report: so much was done in so many seconds."""
         self.left = max(self.left - units, 0)
         self._number, self._units = self._number + 1, self._units + units
         self._last.append((seconds, units))
@@ -413,12 +392,10 @@ class _KindTime:
 
     @property
     def is_measured(self) -> bool:
-        """Whether enough was done to say how long a unit takes."""
         return self.recent > 0 and (self._number >= _WINDOW_REPORTS or self._units >= self._enough)
 
     @property
-    def longest(self) -> float:
-        """The seconds of the report in the window that took longest."""
+    def longest(self) -> float:  # seconds of a report in the window
         return max((seconds for seconds, _ in self._last), default=0.0)
 
 
@@ -426,12 +403,11 @@ _MOST_UNMEASURED = 0.5  # of the time left, in work of kinds that were not measu
 
 
 class StageTime:
-    """Predicts how long a stage still takes, and what share of its time is over. Times are seconds of any clock.
+    """Predicts the rest of a stage's time, and the share that is over. Times are seconds of any clock.
 
-    A unit of each kind takes as long as the last ones did, so that the prediction follows the machine's load. Kinds
-    that were not measured yet take longer or shorter than the others by their `cost`; where they are most of the rest,
-    there is no prediction. What an earlier run has done
-    counts as if it had been done at the same rates.
+    A unit of each kind takes as long as the last ones did: the prediction follows the machine's load. Kinds without a
+    measurement are estimated by their `cost` relative to the others; if most of the rest is theirs, there is no
+    prediction. Work of earlier runs counts at the rates of this run.
     """
 
     def __init__(self, stage: commands.Stage, now: float) -> None:
@@ -442,23 +418,21 @@ class StageTime:
         self._longest = 0.0  # the wait for a report that is usual: of the kind that was reported last
 
     def advance(self, amount: int, kind: str, now: float) -> None:
-        """Adds a report: the time since the one before was spent on `amount` units of a kind."""
+        """Adds a report: `amount` units of a kind took the time since the report before."""
         of_kind = self._kinds[kind]
         of_kind.add(now - self._last, amount)
         self._last, self._longest = now, of_kind.longest
 
     def left(self, now: float) -> float | None:
-        """Returns the seconds that the rest takes; None if that is not known yet: costs are no more than a guess."""
+        """Returns the seconds that the rest takes; None while they are not known. Costs alone are only a guess."""
         waited = now - self._last
         rates = self._rates(max(waited - self._longest, 0.0))
         if rates is None:
             return None
         rests = [rate * kind.left for rate, kind in zip(rates, self._kinds.values(), strict=True)]
         is_measured = any(kind.is_measured for kind in self._kinds.values())
-        rest, unmeasured = (
-            sum(rests),
-            sum(r for r, kind in zip(rests, self._kinds.values(), strict=True) if not kind.is_measured),
-        )
+        rest = sum(rests)
+        unmeasured = sum(r for r, kind in zip(rests, self._kinds.values(), strict=True) if not kind.is_measured)
         if is_measured and unmeasured > _MOST_UNMEASURED * rest:
             return None
         return max(rest - (min(waited, self._longest) if is_measured else waited), 0.0)
@@ -474,10 +448,7 @@ class StageTime:
         return over / (over + left) if over + left else 1.0
 
     def _rates(self, late: float) -> list[float] | None:
-        """Returns the seconds of a unit of each kind.
-
-        Args:    late: by how much longer than usual the next report takes; it slows all kinds.
-        """
+        """Returns the seconds of a unit of each kind. If the next report is `late`, all kinds are slower."""
         kinds = self._kinds.values()
         measured = [kind for kind in kinds if kind.is_measured]
         seconds = sum(kind.seconds for kind in measured)
@@ -496,8 +467,8 @@ LINE_S, BAR_S = 15.0, 0.5  # between two lines where there is no terminal, and b
 class TerminalProgress:
     """Progress on standard error: on a terminal a bar, elsewhere a line at once and one each 15 seconds.
 
-    Bar and lines say which share of a stage's time is over, and how much is left. A thread shows them, because a single
-    unit of work may take minutes. A `with` ends what an error has stopped.
+    Both say the share of a stage's time that is over, and how much is left. A thread shows them, because one unit of
+    work may take minutes. A `with` ends a stage that an error has stopped.
     """
 
     def __init__(self) -> None:
@@ -534,13 +505,13 @@ class TerminalProgress:
         self._thread = thread  # a thread whose start Ctrl-C interrupts is not awaited, and ends by itself
 
     def advance(self, amount: int, what: str = "", kind: str = "") -> None:
-        """Notes the work; the next line or drawing shows it."""
+        """Notes the work. The next line or drawing shows it."""
         with self._lock:
             self._time.advance(amount, kind, time.monotonic())
             self._what = what
 
     def end(self) -> None:
-        """Removes the bar; where there is no terminal, says how long the stage took."""
+        """Removes the bar, or without a terminal says how long the stage took."""
         if (stage := self._stage) is not None and self._bar is None:
             click.echo(f"{stage.name}: done in {commands.time_text(time.monotonic() - self._begin)}", err=True)
         self._stop()
@@ -553,7 +524,6 @@ class TerminalProgress:
             click.echo(line, err=True)
 
     def _stop(self) -> None:
-        """Ends the stage, if there is one, and says nothing."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
@@ -567,7 +537,6 @@ class TerminalProgress:
                 self._show()
 
     def _show(self) -> None:
-        """Prints a line, or draws the bar."""
         stage, now = self._stage, time.monotonic()
         assert stage is not None, "its thread ends before the stage"
         elapsed, share, left = now - self._begin, self._time.share(now), self._time.left(now)
@@ -586,7 +555,6 @@ class TerminalProgress:
 
 
 def _size_of(stage: commands.Stage) -> str:
-    """Returns the line that announces a stage, without its name."""
     if stage.note or not stage.total:
         return stage.note or "begins"
     total, done = (commands.size_text(n) if stage.unit == "B" else f"{n:,}" for n in (stage.total, stage.done))

@@ -1,16 +1,11 @@
 """Options of commands as dataclass fields, and the protocol by which long work reports its progress.
 
-An option is spelled once: as a field of the dataclass that carries it. The field's metadata describes the option:
+A field's metadata describes its option; the field's type and default are the option's:
 `option_field(0.8, "--temperature", help="...")`, or without a default `field(metadata=option("--output", help="..."))`.
-The field's type and default are the option's.
-`formats/base/cli.py` derives the command line from these fields; this file does not import click.
+`formats/base/cli.py` derives the command line from these fields. This file does not import click.
 
-If a field's type is another dataclass with options, the command gets these options too. If such a field may be None, it
-is None unless the user gives its option without a default, or one that `begins` it too. A class may have a method
-`check`, which is called once all its options are read.
-
-Long work reports its progress in stages, one after another. Sizes in bytes, which many options are, are formatted and
-parsed here too, and times. For a name that is not known, `did_you_mean` finds similar ones.
+A field whose type is a dataclass with options adds these options. If the field may be None, it is None unless the user
+gives its option without a default, or one that `begins` it. A method `check` is called once all options are read.
 """
 
 import dataclasses
@@ -56,9 +51,9 @@ class Option:
 def option(*flags: str, **fields: Any) -> Mapping[str, Option]:
     """Returns a field's metadata: the option that sets the field, with the `fields` of `Option`.
 
-    A `bool` is a flag, which turns the field's default around; a `Literal` is a choice; a `Path` is a path; a `TextIO`
-    is a UTF-8 file or `-`. Help shows the default, unless it is None or `help` has "[default: ...]" itself. The last
-    flag may be followed by the metavar: "--output FILE".
+    A `bool` is a flag, which inverts the default; a `Literal` is a choice; a `TextIO` is a UTF-8 file or `-`. Help
+    shows the default, unless it is None or `help` has "[default: ...]" itself. The last flag may be followed by the
+    metavar: "--output FILE".
     """
     *others, last = flags
     name, _, metavar = last.partition(" ")
@@ -77,17 +72,13 @@ def option_of(field_: "Field[Any]") -> Option | None:
 
 
 def given(options: object, mark: str | None = None) -> list[str]:
-    """Lists the names of the options whose fields differ from their defaults, those of nested dataclasses included.
-
-    Args:    mark: restricts the list to options that carry this mark.
-    """
+    """Lists the options, all or those of a mark, whose fields differ from the defaults, also in nested dataclasses."""
     assert is_dataclass(options), "options are fields of a dataclass"
     names: list[str] = []
     for each in fields(options):
         value, spelled = getattr(options, each.name), option_of(each)
         if spelled is not None:
-            differs = each.default is MISSING or value != each.default
-            if differs and mark in (None, spelled.mark):
+            if mark in (None, spelled.mark) and (each.default is MISSING or value != each.default):
                 names.append(spelled.name)
         elif is_dataclass(value):
             names += given(value, mark)
@@ -114,7 +105,7 @@ class Part:
 
     @property
     def suffix(self) -> str:
-        """Returns what the names of files end with that only this part writes."""
+        """The end of the names of files that only this part writes."""
         return f"-{self.index}-of-{self.count}"
 
     def owns(self, number: int) -> bool:
@@ -122,7 +113,7 @@ class Part:
         return number % self.count == self.index - 1
 
     def apart(self, missing: Sequence[Work]) -> list[Work]:
-        """Returns work that other parts have left, last first, from another place for each part."""
+        """Returns work that other parts have left, last first. Each part starts at another place."""
         start = (self.index - 1) * len(missing) // self.count
         falling = list(reversed(missing))
         return falling[start:] + falling[:start]
@@ -182,8 +173,6 @@ class Progress(Protocol):
 
 
 class _NoProgress:
-    """Progress that is not shown."""
-
     def begin(self, stage: Stage) -> None: ...
 
     def advance(self, amount: int, what: str = "", kind: str = "") -> None: ...
@@ -240,10 +229,7 @@ def read_size(text: str) -> int:
 
 
 def did_you_mean(name: str, known: Iterable[str], more: str = "") -> str:
-    """Returns `; did you mean this or that?` with at most three known names that are similar, and `more` after it.
-
-    Returns an empty text if there is nothing to say.
-    """
+    """Returns `; did you mean this or that?` with at most three similar names, and `more` after it; may be empty."""
     from difflib import get_close_matches
 
     by_lower = {each.lower(): each for each in known}
@@ -260,10 +246,7 @@ def names_beside(path: Path, suffix: str | None = None) -> list[str]:
 
 
 def check_is_folder(path: Path) -> None:
-    """Checks that the path of a pack is a folder.
-
-    Raises:  PackError if it is missing or a file, which a checkpoint in GGUF is.
-    """
+    """Checks that the path of a pack is a folder. Raises PackError if it is missing, or a file such as a GGUF model."""
     if path.is_file():
         raise PackError(
             f"{path}: is a file, but a pack is a folder; make a pack of a checkpoint first: moe-pack convert {path} "

@@ -1,16 +1,4 @@
-"""The errors that a user can meet, in one tree.
-
-    MoePackError                any error of ours; the command line prints it as one line and exits with 1
-    ├── CheckpointError         the checkpoint: missing or damaged files, unknown architecture, wrong tensors
-    ├── PackError               the pack: damaged, unfinished, or of another version
-    ├── PlanError               the plan: widths, groups or selector kinds that the format or the model does not allow
-    ├── ConversionError         the output folder: not empty, in use, or full
-    │   └── PartBusyError       another process makes the same part there
-    ├── RunError                the run: prompt, context, device, template
-    └── UsageError              options that contradict each other or miss one; the command line exits with 2
-
-A message is one line: *place: what is wrong, found X, expected Y; what to do*.
-"""
+"""The errors that a user can meet. A message is one line: *place: what is wrong, found X, expected Y; what to do*."""
 
 _MOST_SHOWN = 60  # characters of a value in a message
 
@@ -22,23 +10,23 @@ def shortened(value: object) -> str:
 
 
 class MoePackError(Exception):
-    """The root of the tree. Only the command line catches it."""
+    """The root of all errors of ours. The command line alone catches it, prints one line and exits with 1."""
 
 
 class CheckpointError(MoePackError):
-    """The checkpoint cannot be read, or is of a kind that we cannot pack."""
+    """The checkpoint: missing or damaged files, unknown architecture, wrong tensors."""
 
 
 class PackError(MoePackError):
-    """The pack is damaged, unfinished, or written for another version."""
+    """The pack: damaged, unfinished, or of another version."""
 
 
 class PlanError(MoePackError):
-    """The plan asks for something that the format or the model does not allow."""
+    """The plan: widths, groups or selector kinds that the format or the model does not allow."""
 
 
 class ConversionError(MoePackError):
-    """The output folder cannot take the conversion."""
+    """The output folder: not empty, in use, or full."""
 
 
 class PartBusyError(ConversionError):
@@ -46,8 +34,8 @@ class PartBusyError(ConversionError):
 
 
 class RunError(MoePackError):
-    """The run asks for something that the runtime cannot do."""
+    """The run: prompt, context, device, template."""
 
 
 class UsageError(MoePackError):
-    """Options of a command contradict each other, or an option that they need is missing."""
+    """Options that contradict each other or miss one; the command line exits with 2."""

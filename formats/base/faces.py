@@ -1,8 +1,7 @@
 """Faces of folders, which load a module only when one of its names is used.
 
-A folder's `__init__.py` imports its names under `TYPE_CHECKING`, where type checkers see them. At run time its
-`__getattr__` (PEP 562) makes the one import that a name needs. So importing a folder costs nothing, and `moe-run
---version` loads neither torch nor numpy.
+`__init__.py` imports the folder's names under `TYPE_CHECKING`, where type checkers see them. At run time its
+`__getattr__` (PEP 562) imports the module of a name: importing a folder costs nothing.
 """
 
 import ast
@@ -18,9 +17,8 @@ from typing import Any
 def face(package: str, call: str | None = None) -> Callable[[str], object]:
     """Returns the `__getattr__` of a folder's `__init__.py`.
 
-    Args:    package: the folder's `__name__`. No name that it offers may be that of a module in it, because Python sets
-             modules as attributes of their folder.   call: a module of the folder whose function of the folder's name
-             runs if the folder is called: `moe_pack.convert(...)`.
+    Args:    package: the folder's `__name__`. It may offer no name of a module in it: Python sets modules as attributes
+             of their folder.   call: a module whose function of the folder's name runs if the folder is called.
     """
     if call is not None:
 
@@ -42,8 +40,7 @@ def face(package: str, call: str | None = None) -> Callable[[str], object]:
 
 
 @cache
-def _modules(package: str) -> dict[str, str]:
-    """Returns the module that defines each name which a folder's `__init__.py` imports under `TYPE_CHECKING`."""
+def _modules(package: str) -> dict[str, str]:  # by the name that each defines
     source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}

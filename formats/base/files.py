@@ -1,7 +1,7 @@
 """Files and folders on every operating system: positional reads and writes, locks of folders, flushed names.
 
-Linux has all of it and macOS most; Windows has no `fcntl`, no descriptors of folders and no positional reads. Every
-function looks for what the system has, never for its name, so that a test can take functions away.
+Windows has no `fcntl`, no descriptors of folders and no positional reads, and macOS lacks some. Functions look for what
+the system has, never for its name, so that a test can take functions away.
 """
 
 import importlib
@@ -16,7 +16,7 @@ def _flag(name: str) -> int:
     return int(getattr(os, name, 0))
 
 
-# Not blocking: otherwise opening a pipe would wait for a writer. O_BINARY and O_NOINHERIT: Windows would change line
+# Without O_NONBLOCK opening a pipe would wait for a writer. Without O_BINARY and O_NOINHERIT Windows would change line
 # ends, and would pass descriptors on to programs that it starts.
 _FLAGS = _flag("O_CLOEXEC") | _flag("O_NOINHERIT") | _flag("O_BINARY")
 READ_FLAGS = os.O_RDONLY | _flag("O_NONBLOCK") | _FLAGS
@@ -27,10 +27,7 @@ _seek_lock = threading.Lock()  # of every descriptor, where reading at a place m
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Reads once from byte `offset` of a file into memory; returns the number of bytes, 0 at the file's end.
-
-    Raises:  OSError.
-    """
+    """Reads once at byte `offset` of a file; returns the number of bytes, 0 at the file's end. Raises OSError."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [view], offset)
     with _seek_lock:
@@ -58,10 +55,7 @@ def drop_cached(descriptor: int) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder's names to the disk, where a folder can be opened; Windows does it with each file.
-
-    Raises:  OSError.
-    """
+    """Flushes a folder's names to the disk. Raises OSError. Does nothing on Windows, which does it with each file."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -72,13 +66,11 @@ def sync_folder(folder: Path) -> None:
 
 
 class FolderLock:
-    """A lock on an existing folder, of one process or shared by several, until `close` or the process's end.
+    """A lock on an existing folder, until `close` or the process's end.
 
-    POSIX locks the folder itself. Elsewhere a file with the folder's name and `.lock` next to it is locked, and removed
-    by `close`; there, a shared lock only keeps the folder's place.
-
-    Args:    is_shared: whether other processes may have such a lock too. Some folders that machines share have no
-             locks; a shared lock is then none.
+    POSIX locks the folder itself. Elsewhere a file next to it, `.lock` behind its name, is locked, and `close` removes
+    it; a shared lock only keeps the folder's place.
+    Args:    is_shared: whether other processes may have such a lock too; does nothing in a folder without locks.
     Raises:  BlockingIOError if another process has locked it; OSError if it is no folder.
     """
 
@@ -122,7 +114,7 @@ class FolderLock:
 
 
 def lock_file(descriptor: int) -> None:
-    """Locks an open file for this process alone, until it is closed; does nothing in a folder without locks.
+    """Locks an open file for this process until it is closed. Does nothing in a folder without locks.
 
     Raises:  BlockingIOError if another process has locked it.
     """
@@ -153,7 +145,6 @@ def _lock_file(folder: Path) -> Path:
 
 
 def _lock_byte(descriptor: int) -> None:
-    """Locks the first byte of a file by Windows's call, or raises BlockingIOError."""
     msvcrt = importlib.import_module("msvcrt")
     try:
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)

@@ -1,7 +1,6 @@
-"""Our own JSON files, read into frozen dataclasses and written from them; the SHA-256 at the end of such a file.
+"""Our own JSON files as frozen dataclasses, and the SHA-256 at the end of such a file (docs/pack.md).
 
-A file with an unknown key, a missing key or a value of another type is refused. Foreign files (config.json) are read
-key by key in `families/family.py`. docs/pack.md specifies both the JSON and the digest.
+Unknown keys, missing keys and values of another type are refused. `families/config.py` reads foreign files.
 """
 
 import dataclasses
@@ -38,22 +37,18 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def added(default: T) -> T:
-    """Declares a dataclass field that a later version added: its key is written only if the value is not `default`.
+    """Declares a dataclass field that a later version added. Its key is written only if the value is not `default`.
 
     Older files stay readable and are written with the same bytes; older readers refuse the new key.
     """
     return dataclasses.field(default=default, metadata=ADDED)
 
 
-def _is_added(field: dataclasses.Field[Any]) -> bool:
-    return bool(field.metadata.get("added"))
-
-
 def parse(raw: bytes, place: str, error: type[errors.MoePackError], *, is_foreign: bool = False) -> Any:
-    """Returns the JSON value in `raw`. Refuses duplicate keys, NaN, infinities, deep nesting and halves of surrogates.
+    """Returns the JSON value in `raw`. Refuses duplicate keys, NaN, infinities, deep nesting and lone surrogates.
 
-    Args:    place: the file's name, for messages.   error: the class of the errors.   is_foreign: `Infinity`, which
-             Python's library writes, is read as the object that transformers 5 writes in its place.
+    Args:    place: the file's name, for messages.   error: the class of errors.   is_foreign: reads `Infinity`, which
+             Python's library writes, as transformers 5 writes it.
     Raises:  `error` if `raw` is not UTF-8 JSON.
     """
 
@@ -85,15 +80,16 @@ def parse(raw: bytes, place: str, error: type[errors.MoePackError], *, is_foreig
     except UnicodeEncodeError as fault:
         raise error(f"{place}: found half a character (a lone surrogate), expected text") from fault
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as fault:
-        raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
+        reason = str(fault).splitlines()[0][:120] if str(fault) else type(fault).__name__
+        raise error(f"{place}: not valid JSON ({reason})") from fault
 
 
 def load(kind: type[T], value: Any, place: str, error: type[errors.MoePackError]) -> T:
     """Returns the dataclass `kind` with the values of the parsed JSON `value`.
 
-    Fields may be str, int (of 64 bits), bool, float, Literal, another dataclass, `tuple[X, ...]`, a number `Within` a
-    range, or any of these `| None`; also a union of dataclasses, each with its own Literal in a field `kind`. Only keys
-    of `added` fields may be missing.
+    A field may be str, int (of 64 bits), bool, float, Literal, a dataclass, `tuple[X, ...]`, a number `Within` a range,
+    any of these `| None`, or a union of dataclasses that differ in a Literal `kind`. Keys of `added` fields may be
+    missing.
     Raises:  `error` naming the key, if one is unknown, missing, of another type or out of its range.
     """
     return cast(T, _load(kind, value, place, error))
@@ -103,7 +99,9 @@ def dump(record: Any) -> Any:
     """Returns a dataclass as JSON dicts, lists and scalars, which `load` reads back."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         pairs = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
-        return {field.name: dump(value) for field, value in pairs if not (_is_added(field) and value == field.default)}
+        return {
+            field.name: dump(value) for field, value in pairs if "added" not in field.metadata or value != field.default
+        }
     return [dump(value) for value in record] if isinstance(record, (tuple, list)) else record
 
 
@@ -170,7 +168,7 @@ def _load_record(kind: Any, value: Any, place: str, error: type[errors.MoePackEr
         if key not in fields:
             raise error(f"{place}: unknown key {errors.shortened(key)}")
     for key, field in fields.items():
-        if key not in value and not _is_added(field):
+        if key not in value and "added" not in field.metadata:
             raise error(f"{place}: key {key!r} is missing")
     given = [key for key in fields if key in value]
     return kind(**{key: _load(_hint(kind, key), value[key], f"{place}: {key}", error) for key in given})
@@ -178,14 +176,10 @@ def _load_record(kind: Any, value: Any, place: str, error: type[errors.MoePackEr
 
 @functools.cache
 def _hint(kind: Any, name: str) -> Any:
-    """Returns the type of a field. If it is written as text, only this looks it up, which may import its module."""
+    """Returns the type of a field. A type written as text is looked up here, which may import its module."""
     written = next(field.type for field in dataclasses.fields(kind) if field.name == name)
     alone = type(kind.__name__, (), {"__annotations__": {name: written}, "__module__": kind.__module__})
     return typing.get_type_hints(alone, include_extras=True)[name]
-
-
-def _first_line(fault: Exception) -> str:
-    return str(fault).splitlines()[0][:120] if str(fault) else type(fault).__name__
 
 
 _ZERO_DIGEST = "0" * 64
@@ -196,7 +190,7 @@ def _tail(digest: str) -> bytes:
 
 
 def sealed(values: dict[str, Any]) -> bytes:
-    """Returns canonical JSON of an object with `sha256` as its last key: the file's digest, with zeros in its place."""
+    """Returns canonical JSON of an object with `sha256` as its last key: the file's digest with zeros in its place."""
     body = canonical(values)
     assert body.endswith(b"\n}\n"), "canonical JSON of an object that has keys"
     body = body.removesuffix(b"\n}\n")
@@ -204,11 +198,7 @@ def sealed(values: dict[str, Any]) -> bytes:
 
 
 def check_seal(raw: bytes, place: str) -> None:
-    """Checks that a file ends with its own SHA-256.
-
-    Args:    place: the file's name, for messages.
-    Raises:  PackError if the digest is missing or wrong.
-    """
+    """Checks that a file ends with its own SHA-256. Raises PackError if the digest is missing or wrong."""
     length = len(_tail(_ZERO_DIGEST))
     match = re.fullmatch(r',\n "sha256": "([0-9a-f]{64})"\n}\n', raw[-length:].decode("ascii", "replace"))
     if match is None:

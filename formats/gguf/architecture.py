@@ -1,9 +1,8 @@
-"""What is particular to an architecture of GGUF files, and what nearly all of them share.
+"""The table of an architecture of GGUF files, and the values that nearly all architectures share.
 
-An `Architecture` is to GGUF what a family's file is to Hugging Face's checkpoints: it gives the keys of `config.json`
-by the metadata, the GGUF name of each role where it is not the usual one, and the change of a tensor's values. Roles
-are the words in between: a family's file says what a role is called in its checkpoints. Metadata lacks what llama.cpp's
-code has as a constant; those values stand in the tables. Source: llama.cpp, conversion/ and src/models/.
+An `Architecture` is to GGUF what a family's file is to Hugging Face's checkpoints: it makes `config.json` of the
+metadata, and has the GGUF name of each role where it is not the usual one, and changes of values. Constants of
+llama.cpp's code stand here too. Source: llama.cpp, conversion/ and src/models/.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,11 +14,10 @@ from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.gguf.rows import Rows
 
 Values = dict[str, Any]
-# What was done to a tensor: rotated heads in pairs of neighbours (`pairs`), one added (`plus_one`), exp
-# (`exp`), -exp (`decay`).
+# Changes of a tensor: rotated heads in pairs of neighbours (`pairs`), one added (`plus_one`), exp, -exp (`decay`).
 Change = Literal["pairs", "plus_one", "exp", "decay"]
 
-# Makes the rows of a role of a layer: from what gives the rows of one of its tensors, and the metadata.
+# Makes the rows of a role of a layer. Its arguments are a function that returns a tensor's rows, and the metadata.
 Maker = Callable[[Callable[[str], Rows], Metadata], Rows]
 
 # The usual names; roles are those of `dense_roles`.
@@ -77,6 +75,7 @@ class Architecture:
     fuses_qkv: bool = False  # whether llama.cpp needs queries, keys and values in one tensor
     fuses_gate_up: bool = False  # whether its converter has the experts' gate and up so
     fuses_shared: bool = False  # whether llama.cpp needs those of the shared expert so, under the name of up
+    own_head: bool = False  # whether llama.cpp needs a head that is not the embedding
     one_row: tuple[str, ...] = ()  # roles whose vectors are one row in the family's checkpoints
 
 
@@ -84,6 +83,8 @@ class Architecture:
 PUBLISHED_SIGMOID: Mapping[str, str] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # Rotary positions by neighbours: rows of queries and keys were reordered.
 PAIRS: Mapping[str, Change] = {"layers.{i}.attention.q": "pairs", "layers.{i}.attention.k": "pairs"}
+# Removes rotary positions from the values of `decoder`.
+NO_ROPE: Mapping[str, None] = {"rope_theta": None, "rope_scaling": None}
 # Norms whose weights models store less 1.
 CENTERED: Mapping[str, Change] = dict.fromkeys(
     (
@@ -127,7 +128,7 @@ def decoder(m: Metadata, model_type: str, **others: Any) -> Values:
 def rope(m: Metadata) -> Values:
     """Returns rotary positions in the keys of transformers 4.
 
-    Raises:  CheckpointError for longrope, which llama.cpp switches by the context that it is given, not by the text.
+    Raises:  CheckpointError for longrope, which llama.cpp switches by its context, not by the text.
     """
     base = m.number("rope.freq_base", 10000.0)
     kind = m.text("rope.scaling.type", "linear")  # which llama.cpp takes too, where the file does not say it
@@ -177,6 +178,12 @@ def sigmoid_router(m: Metadata) -> Values:
     }
 
 
+def local_experts(m: Metadata, count: str = "num_local_experts", size: str = "expert_feed_forward_length") -> Values:
+    """Returns the same in Mixtral's keys, by the metadata's key of their size."""
+    values = {count: m.whole("expert_count"), "num_experts_per_tok": m.whole("expert_used_count")}
+    return values | {"intermediate_size": m.whole(size)}
+
+
 def leading(m: Metadata) -> Values:
     """Returns how many layers at the beginning have no experts, and their size."""
     return {
@@ -219,8 +226,8 @@ def latent(m: Metadata, model_type: str, **others: Any) -> Values:
 def windows(m: Metadata, period: int, full_first: bool = False) -> list[str]:
     """Returns whether each layer's attention is `sliding_attention` or `full_attention`.
 
-    `sliding_window_pattern` says it for each layer, or after how many layers one is full; `period` if it is missing.
-    `full_first`: such a layer comes before the others, not after them.
+    Args:    period: the layers with one full layer, if `sliding_window_pattern` is missing.   full_first: the full
+             layer comes before the others, not after them.
     """
     found = m.get("attention.sliding_window_pattern")
     if isinstance(found, list):

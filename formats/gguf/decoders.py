@@ -1,7 +1,4 @@
-"""GGUF architectures whose layers all have attention: their configs, and what llama.cpp's converter changed.
-
-Source: llama.cpp, conversion/ and src/models/.
-"""
+"""GGUF architectures whose layers all have attention. Source: llama.cpp, conversion/ and src/models/."""
 
 from collections.abc import Mapping
 
@@ -17,9 +14,7 @@ def _mixtral(m: Metadata) -> architecture.Values:
         m,
         "mixtral",
         head_dim=architecture.head_dim(m),
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("feed_forward_length"),
+        **architecture.local_experts(m, size="feed_forward_length"),
         sliding_window=m.get("attention.sliding_window"),
         **with_bands(m, architecture.head_dim(m)),
     )
@@ -45,7 +40,6 @@ def _qwen3_moe(m: Metadata) -> architecture.Values:
 
 
 def _qwen3_vl_moe(m: Metadata) -> architecture.Values:
-    """Returns the text model of Qwen3-VL in the object that multimodal configs have around it."""
     values = _qwen3_moe(m) | {"model_type": "qwen3_vl_moe_text"}
     text = {key: value for key, value in values.items() if key not in ("norm_topk_prob", "tie_word_embeddings")}
     return {"model_type": "qwen3_vl_moe", "tie_word_embeddings": values["tie_word_embeddings"], "text_config": text}
@@ -57,7 +51,7 @@ def _olmoe(m: Metadata) -> architecture.Values:
 
 
 def _deepseek2(m: Metadata) -> architecture.Values:
-    """DeepSeek-V2 has a softmax, V3 sigmoids; Kimi K2 and GLM-4.7-Flash have V3's arithmetic."""
+    # DeepSeek-V2 has a softmax, V3 sigmoids; Kimi K2 and GLM-4.7-Flash have V3's arithmetic.
     if (gating := m.whole("expert_gating_func", 0)) not in (0, 1, 2):
         raise CheckpointError(f"{m.place}: expert_gating_func is {gating}, expected 1 (softmax) or 2 (sigmoid)")
     # Files without the key are those of V2, or of models of V3's kind, which have a bias of the router.
@@ -72,9 +66,7 @@ def _gpt_oss(m: Metadata) -> architecture.Values:
         m,
         "gpt_oss",
         head_dim=architecture.head_dim(m),
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("expert_feed_forward_length"),
+        **architecture.local_experts(m),
         sliding_window=m.whole("attention.sliding_window"),
         layer_types=[("sliding_attention", "full_attention")[i % 2] for i in range(architecture.num_layers(m))],
         attention_bias=True,
@@ -157,9 +149,7 @@ def _minimax_m2(m: Metadata) -> architecture.Values:
         rotary_dim=m.whole("rope.dimension_count"),
         scoring_func="sigmoid",
         use_routing_bias=True,
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("expert_feed_forward_length"),
+        **architecture.local_experts(m),
     )
 
 
@@ -202,9 +192,7 @@ def granite(m: Metadata, model_type: str) -> architecture.Values:
     return architecture.decoder(
         m,
         model_type,
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("feed_forward_length"),
+        **architecture.local_experts(m, size="feed_forward_length"),
         shared_intermediate_size=m.get("expert_shared_feed_forward_length"),
         attention_multiplier=m.number("attention.scale", architecture.head_dim(m) ** -0.5),
         embedding_multiplier=m.number("embedding_scale", 1.0),
@@ -277,9 +265,7 @@ def _cohere2_moe(m: Metadata) -> architecture.Values:
         rms_norm_eps=m.number("attention.layer_norm_rms_epsilon") if is_rms else None,
         layer_norm_eps=None if is_rms else m.number("attention.layer_norm_epsilon"),
         head_dim=architecture.head_dim(m),
-        num_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("expert_feed_forward_length"),
+        **architecture.local_experts(m, "num_experts"),
         prefix_dense_intermediate_size=m.whole("feed_forward_length"),
         num_shared_experts=m.whole("expert_shared_count", 0),
         first_k_dense_replace=dense,
@@ -292,19 +278,16 @@ def _cohere2_moe(m: Metadata) -> architecture.Values:
 
 
 def _llama4(m: Metadata) -> architecture.Values:
-    """Scout's positions are scaled; of its bands, metadata says nothing, and they are those of the published model."""
     no_windows = m.get("attention.sliding_window") == 0
     scaled: architecture.Values = {}
-    if m.factors:
+    if m.factors:  # Scout's bands are those of the published model: metadata has none
         bands = {"low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}
         scaled = {"rope_scaling": {"rope_type": "llama3", "factor": max(m.factors), **bands}}
     return architecture.decoder(
         m,
         "llama4_text",
         head_dim=architecture.head_dim(m),
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("expert_feed_forward_length"),
+        **architecture.local_experts(m),
         intermediate_size_mlp=m.whole("feed_forward_length"),
         interleave_moe_layer_step=m.whole("interleave_moe_layer_step"),
         use_qk_norm=m.whole("expert_count") != 128,  # the rule of llama.cpp's code: Maverick has none
@@ -321,24 +304,24 @@ NORM_AFTER = {"layers.{i}.mlp_norm": "blk.{i}.post_attention_norm.weight"}
 
 DECODERS: Mapping[str, architecture.Architecture] = {
     "llama": architecture.Architecture(_mixtral, changes=architecture.PAIRS),
-    "qwen2moe": architecture.Architecture(_qwen2_moe),
+    "qwen2moe": architecture.Architecture(_qwen2_moe, own_head=True),
     "qwen3moe": architecture.Architecture(_qwen3_moe),
     "qwen3vlmoe": architecture.Architecture(_qwen3_vl_moe),
-    "olmoe": architecture.Architecture(_olmoe),
+    "olmoe": architecture.Architecture(_olmoe, own_head=True),
     "deepseek2": architecture.Architecture(_deepseek2),
-    "gpt-oss": architecture.Architecture(_gpt_oss, names=NORM_AFTER, keeps_mxfp4=True),
+    "gpt-oss": architecture.Architecture(_gpt_oss, names=NORM_AFTER, keeps_mxfp4=True, own_head=True),
     "glm4moe": architecture.Architecture(_glm4_moe, names=NORM_AFTER),
     "dots1": architecture.Architecture(_dots1),
     "afmoe": architecture.Architecture(_afmoe),
     "exaone-moe": architecture.Architecture(_exaone_moe),
-    "minimax-m2": architecture.Architecture(_minimax_m2),
+    "minimax-m2": architecture.Architecture(_minimax_m2, own_head=True),
     "hy_v3": architecture.Architecture(_hy_v3, names={"layers.{i}.router_bias": "blk.{i}.exp_probs_b"}),
     "ernie4_5-moe": architecture.Architecture(_ernie4_5_moe, one_row=("layers.{i}.router_bias",)),
     "granitemoe": architecture.Architecture(_granitemoe, changes=architecture.PAIRS),
     "deepseek": architecture.Architecture(_deepseek, changes=architecture.PAIRS),
     "hunyuan-moe": architecture.Architecture(_hunyuan),
     "dbrx": architecture.Architecture(
-        _dbrx, names={"layers.{i}.mlp_norm": "blk.{i}.attn_output_norm.weight"}, fuses_qkv=True
+        _dbrx, names={"layers.{i}.mlp_norm": "blk.{i}.attn_output_norm.weight"}, fuses_qkv=True, own_head=True
     ),
     "cohere2moe": architecture.Architecture(_cohere2_moe),
     "llama4": architecture.Architecture(_llama4),

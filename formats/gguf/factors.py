@@ -1,7 +1,7 @@
-"""Factors of rotary positions: a GGUF tensor with a number for each pair, by which its frequency is divided.
+"""Factors of rotary positions: a GGUF tensor with a divisor for the frequency of each pair.
 
-Metadata has no keys for scaling by bands, nor for pairs that are not rotated. Files have the factors in place of them,
-from which the scaling is found again. Source: llama.cpp, conversion/llama.py and conversion/gemma.py.
+Metadata has no keys for scaling by bands, nor for pairs that do not rotate: both are found again in the factors.
+Source: llama.cpp, conversion/llama.py and conversion/gemma.py.
 """
 
 import math
@@ -19,7 +19,7 @@ STILL = 1e30  # of pairs that are not rotated
 
 
 def rope_factors(spec: ModelSpec) -> NDArray[np.float32] | None:
-    """Returns the factors of a model, float32 [pairs of a head]; None if metadata says its rotary positions."""
+    """Returns the factors of a model, float32 [pairs of a head]; None if its metadata is enough."""
     for attention, rope in spec.attention_kinds:
         if rope is not None and isinstance(rope.scaling, positions.Llama3Spec | positions.ProportionalSpec):
             assert isinstance(attention, parts.GroupedQuerySpec), "rotary positions of heads"
@@ -28,9 +28,8 @@ def rope_factors(spec: ModelSpec) -> NDArray[np.float32] | None:
 
 
 def _factors(rope: parts.RopeSpec, count: int) -> NDArray[np.float32]:
-    """Returns `count` factors: 1 behind the last pair that has a frequency."""
     scaling = rope.scaling
-    found = np.ones(count)
+    found = np.ones(count)  # 1: behind the last pair with a frequency
     if isinstance(scaling, positions.ProportionalSpec):
         found[: scaling.rotated_pairs], found[scaling.rotated_pairs :] = scaling.factor, STILL
         return found.astype(np.float32)
@@ -43,13 +42,13 @@ def _factors(rope: parts.RopeSpec, count: int) -> NDArray[np.float32]:
 
 
 def with_bands(m: Metadata, rotary_dim: int) -> Values:
-    """Returns the scaling by bands that a file of an architecture with optional factors has, as `bands`."""
+    """Returns the scaling by bands as `bands`, of an architecture with optional factors."""
     found = bands(m.factors, m.number("rope.freq_base", 10000.0), rotary_dim)
     return {"rope_scaling": found} if found else {}
 
 
 def bands(factors: Sequence[float], theta: float, rotary_dim: int) -> Values:
-    """Returns the scaling by bands whose factors these are, in the keys of `config.json`; empty if they are of none.
+    """Returns the scaling by bands with these factors, in the keys of `config.json`; empty if there is none.
 
     The lower bound is one turn in the original context, as in all published models.
     """

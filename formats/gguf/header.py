@@ -1,10 +1,7 @@
-"""What the header of a GGUF file says: its metadata, and name, type, shape and place of each tensor.
+"""The header of a GGUF file: its metadata, and name, type, shape and place of each tensor.
 
-Sizes and counts are checked against the file before anything is read by them, and tensors must lie in the file without
-overlaps. The `gguf` package of llama.cpp only knows the types: its own reader trusts the counts. Of the tensors, only
-factors of rotary positions are read here, which `config.json` has.
-
-Source: the format's specification, ggml/docs/gguf.md; what is refused, llama.cpp's ggml/src/gguf.cpp refuses too.
+All sizes and counts are checked against the file first. The reader of llama.cpp's package trusts them, so it is only
+used for the types. Source: ggml/docs/gguf.md; ggml/src/gguf.cpp refuses the same files.
 """
 
 import math
@@ -26,7 +23,7 @@ _MAX_DIMENSIONS = 4
 _MAX_FACTOR_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20  # of a header, which are read at once
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
-FACTORS = "rope_freqs.weight"  # a number for each pair of rotary positions, by which its frequency is divided
+FACTORS = "rope_freqs.weight"  # divisors of frequencies, one for each pair of rotary positions; `config.json` has them
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -70,17 +67,13 @@ class GgufTensor:
 
 
 class Metadata:
-    """The metadata of a model by key, the shapes of its tensors and its `FACTORS`, which say what no key says.
+    """The metadata of a model by key, the shapes of its tensors and its `FACTORS`.
 
     A key without a prefix is one of the architecture: `block_count` is `llama.block_count`.
     """
 
     def __init__(
-        self,
-        place: str,
-        values: Mapping[str, Any],
-        tensors: Mapping[str, GgufTensor],
-        factors: Sequence[float] = (),
+        self, place: str, values: Mapping[str, Any], tensors: Mapping[str, GgufTensor], factors: Sequence[float] = ()
     ) -> None:
         self.place = place
         self._values = values
@@ -94,18 +87,14 @@ class Metadata:
 
     def get(self, key: str) -> Any:
         """Returns a key's value, or None."""
-        known = key.startswith(("general.", "tokenizer.", "split."))
-        return self._values.get(key if known else f"{self.architecture}.{key}")
+        return self._values.get(self._full(key))
 
     def has(self, key: str) -> bool:
         """Returns whether there is a key."""
         return self.get(key) is not None
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Returns a text.
-
-        Raises:  CheckpointError if it is missing and has no default, or is no text. The other methods likewise.
-        """
+        """Returns a text. This and the next methods raise CheckpointError for another type, or no value at all."""
         return self._typed(key, default, (str,), "text")  # type: ignore[no-any-return]  # checked there
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -131,7 +120,7 @@ class Metadata:
         return max(value) if isinstance(value, list) and value else self.whole(key)
 
     def each(self, key: str, count: int) -> list[Any]:
-        """Returns a value for each of `count` layers: a list, of which later values are left out, or one for all."""
+        """Returns a value for each of `count` layers, of a list that may be longer, or one for all."""
         value = self.get(key)
         if value is None:
             raise formats.CheckpointError(f"{self.place}: metadata has no key {self._full(key)!r}")
@@ -141,7 +130,7 @@ class Metadata:
         return values[:count]
 
     def has_tensor(self, name: str) -> bool:
-        """Returns whether the model has a tensor of this name."""
+        """Returns whether the model has a tensor."""
         return name in self.tensors
 
     def _full(self, key: str) -> str:
@@ -161,7 +150,7 @@ class Metadata:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Returns the files of the model of which `path` is one: `-00001-of-00003.gguf` and so on, or `path` alone.
+    """Returns the files of the model with the part `path`: `-00001-of-00003.gguf` and so on, or `path` alone.
 
     Raises:  CheckpointError if a part is missing.
     """
@@ -178,7 +167,7 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def read_headers(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
-    """Reads the metadata, which the first part has, and the tensors of all parts.
+    """Reads the metadata of the first part and the tensors of all parts.
 
     Raises:  CheckpointError as `read_header`, or if a tensor is in two parts, or a part belongs to another model.
     """
@@ -201,7 +190,6 @@ def read_headers(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
 
 
 def _check_parts(paths: list[Path], parts: list[dict[str, Any]], num_tensors: int) -> None:
-    """Checks what the parts of a model say of themselves: their number, how many there are, and of how many tensors."""
     count = parts[0].get("split.count")
     if isinstance(count, int) and count not in (0, len(paths)):
         raise formats.CheckpointError(
@@ -236,11 +224,11 @@ def _factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
 
 
 def read_header(path: Path, error: type[errors.MoePackError], file: int = 0) -> tuple[dict[str, Any], list[GgufTensor]]:
-    """Reads the metadata by key and the tensors of one GGUF file. A value that should be text but is none is None.
+    """Reads the metadata by key and the tensors of one GGUF file. A text in another encoding than UTF-8 is None.
 
-    Args:    error: the class of the errors.   file: the number of the file among those of its model.
-    Raises:  `error` if it is no GGUF file, is cut short, or a key or tensor stands twice, or a tensor does not lie in
-             the file, or overlaps another one.
+    Args:    error: the class of errors.   file: the number of the file among those of its model.
+    Raises:  `error` if it is no GGUF file or cut short, has a key or a tensor twice, or a tensor that does not lie in
+             the file or overlaps another one.
     """
     with formats.RangeReader(path, error) as reader:
         reader.check_content()
@@ -254,26 +242,28 @@ def read_header(path: Path, error: type[errors.MoePackError], file: int = 0) -> 
                 raise error(f"{path.name}: key {errors.shortened(key)} appears twice")
             values[key] = header.value(key, header.number("<u4"))
         listed = [header.tensor(file) for _ in range(num_tensors)]
-        start = _aligned(header.place, _alignment(values, path.name, error))
+        alignment = values.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise header.fault(f"general.alignment is {errors.shortened(alignment)}, expected a power of two")
+        start = -(-header.place // alignment) * alignment
         tensors = [replace(tensor, offset=start + tensor.offset) for tensor in listed]
-        _check_places(tensors, start, _alignment(values, path.name, error), reader.num_bytes, header.fault)
+        _check_places(tensors, start, alignment, reader.num_bytes, header.fault)
     return values, tensors
 
 
 class _Header:
-    """The bytes of a header, taken in order, never behind the end of the file. `place`: of the next byte."""
+    """The bytes of a header, taken in order."""
 
     def __init__(self, name: str, reader: formats.RangeReader, error: type[errors.MoePackError]) -> None:
         self._name, self._reader, self._error = name, reader, error
         self._num_bytes = reader.num_bytes
-        self._raw, self._start, self.place = b"", 0, 0
+        self._raw, self._start = b"", 0
+        self.place = 0  # of the next byte
 
     def fault(self, what: str) -> errors.MoePackError:
-        """Returns an error that names the file."""
         return self._error(f"{self._name}: {what}")
 
     def take(self, num_bytes: int) -> bytes:
-        """Returns the next bytes."""
         end = self.place + num_bytes
         if end > self._num_bytes:
             raise self.fault(
@@ -290,7 +280,6 @@ class _Header:
         return piece
 
     def begin(self) -> None:
-        """Takes the file's first bytes, and checks that it is a GGUF file of a version that is known."""
         if self._num_bytes < 8 or self.take(4) != MAGIC:
             raise self.fault("is no GGUF file, or is cut short")
         version = self.number("<u4")
@@ -300,33 +289,28 @@ class _Header:
             raise self.fault(f"is of version {version} of GGUF, expected 2 or 3; make it again with a newer llama.cpp")
 
     def number(self, dtype: str) -> Any:
-        """Takes a number."""
         return np.frombuffer(self.take(np.dtype(dtype).itemsize), dtype)[0].item()
 
     def count(self, what: str) -> int:
-        """Takes the number of keys or of tensors."""
         count = int(self.number("<u8"))
         if count > _MAX_ENTRIES:
             raise self.fault(f"the header lists {count:,} {what}, at most {_MAX_ENTRIES:,}; the file is damaged")
         return count
 
     def text(self) -> str | None:
-        """Takes a text; returns None for bytes that are no text, which some published vocabularies have."""
         raw = self.take(self.number("<u8"))
         try:
             return raw.decode("utf-8")
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # some published vocabularies have such bytes
             return None
 
     def name(self, what: str) -> str:
-        """Takes the name of a key or tensor."""
         place, name = self.place, self.text()
         if name is None:
             raise self.fault(f"the name of the {what} at byte {place} is not text; the file is damaged")
         return name
 
     def value(self, key: str, kind: int) -> Any:
-        """Takes the value of a key."""
         if kind == _LIST:
             inner, count = self.number("<u4"), self.number("<u8")
             return self._list(key, inner, count)
@@ -346,8 +330,7 @@ class _Header:
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 
-    def tensor(self, file: int) -> GgufTensor:
-        """Takes a tensor; its offset counts from the first tensor's byte."""
+    def tensor(self, file: int) -> GgufTensor:  # its offset counts from the first tensor's byte
         name, num_dimensions = self.name("tensor"), self.number("<u4")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise self.fault(
@@ -372,18 +355,6 @@ class _Header:
                 f"{known.name}"
             )
         return GgufTensor(name, known.name, shape, file, offset, math.prod(shape) // block * block_bytes)
-
-
-def _alignment(values: Mapping[str, Any], place: str, error: type[errors.MoePackError]) -> int:
-    """Returns the number of which the offsets of tensors are multiples."""
-    value = values.get("general.alignment", 32)
-    if type(value) is not int or value < 1 or value & (value - 1):
-        raise error(f"{place}: general.alignment is {errors.shortened(value)}, expected a power of two")
-    return value
-
-
-def _aligned(place: int, alignment: int) -> int:
-    return -(-place // alignment) * alignment
 
 
 def _check_places(

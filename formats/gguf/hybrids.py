@@ -1,7 +1,4 @@
-"""GGUF architectures some of whose layers have states in place of attention: gated delta rule, Mamba, convolutions.
-
-Source: llama.cpp, conversion/ and src/models/.
-"""
+"""GGUF architectures with mixers: gated delta rule, Mamba, convolutions. Source: llama.cpp, src/models/."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -83,7 +80,7 @@ def _qkvz(take: Callable[[str], rows.Rows], m: Metadata) -> rows.Rows:
 
 
 def _value_order(m: Metadata, size: int) -> NDArray[np.int64]:
-    """Returns the places of values in files where the values of one key's heads are far apart, `size` for a head."""
+    """Returns the places of values, `size` for a head, in files that have the values of a key's heads far apart."""
     keys, values = m.whole("ssm.group_count"), m.whole("ssm.time_step_rank")
     places = np.arange(values * size).reshape(values // keys, keys, size)
     order: NDArray[np.int64] = places.swapaxes(0, 1).reshape(-1)
@@ -106,12 +103,12 @@ def _tiled_conv(take: Callable[[str], rows.Rows], m: Metadata) -> rows.Rows:
 
 
 def _tiled_rows(name: str, of_head: bool) -> architecture.Maker:
-    """Returns what makes the rows of values: `of_head` if there is one for a head."""
+    """Returns the maker of the rows of values, with `of_head` one for a head."""
     return lambda take, m: rows.Reordered(take(name), _value_order(m, 1 if of_head else _value_dim(m)))
 
 
 def _tiled_columns(name: str, of_head: bool) -> architecture.Maker:
-    """Returns what makes rows whose columns are values: `of_head` if there is one for a head."""
+    """Returns the maker of rows whose columns are values, with `of_head` one for a head."""
     return lambda take, m: rows.ColumnsReordered(
         rows.Flat(take(name)) if of_head else take(name), _value_order(m, 1 if of_head else _value_dim(m))
     )
@@ -142,7 +139,7 @@ def _granite_hybrid(m: Metadata) -> architecture.Values:
 
 
 def _period(m: Metadata, name: str) -> tuple[int, int]:
-    """Returns every how many layers have a tensor of this name, and the first."""
+    """Returns the distance between layers with a tensor of this name, and the first layer."""
     found = [layer for layer in range(architecture.num_layers(m)) if m.has_tensor(f"blk.{layer}.{name}.weight")]
     if not found:
         raise CheckpointError(f"{m.place}: no layer has a tensor {name!r}")
@@ -154,17 +151,14 @@ def _jamba(m: Metadata) -> architecture.Values:
     return architecture.decoder(
         m,
         "jamba",
-        num_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("feed_forward_length"),
+        **architecture.local_experts(m, "num_experts", "feed_forward_length"),
         attn_layer_period=attention,
         attn_layer_offset=attention_first,
         expert_layer_period=experts,
         expert_layer_offset=experts_first,
         mamba_dt_rank=m.whole("ssm.time_step_rank"),
         **_mamba(m),
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
     )
 
 
@@ -206,8 +200,7 @@ def _nemotron_h(m: Metadata) -> architecture.Values:
         use_bias=any(name.endswith("ssm_in.bias") for name in m.tensors),
         rms_norm_eps=None,
         hidden_act=None,
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
     )
 
 
@@ -234,14 +227,12 @@ def _kimi_linear(m: Metadata) -> architecture.Values:
             "head_dim": m.whole("kda.head_dim"),
             "short_conv_kernel_size": m.whole("ssm.conv_kernel"),
         },
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
     )
     return values | {"q_lora_rank": m.get("attention.q_lora_rank")}
 
 
 def _mixer(names: Mapping[str, str]) -> dict[str, str]:
-    """Returns the names of a mixer's roles."""
     return {f"layers.{{i}}.mixer.{ours}": f"blk.{{i}}.{theirs}" for ours, theirs in names.items()}
 
 
@@ -321,5 +312,5 @@ HYBRIDS: Mapping[str, architecture.Architecture] = {
     "nemotron_h_moe": architecture.Architecture(
         _nemotron_h, names=_SSM | {"layers.{i}.mlp_norm": "blk.{i}.attn_norm.weight"}, changes=_DECAY
     ),
-    "kimi-linear": architecture.Architecture(_kimi_linear, names=KIMI_DELTA, changes=_DECAY),
+    "kimi-linear": architecture.Architecture(_kimi_linear, names=KIMI_DELTA, changes=_DECAY, own_head=True),
 }

@@ -1,6 +1,6 @@
-"""GGUF architectures whose attention differs by layer, reads latents, or has an indexer.
+"""GGUF architectures whose attention differs by layer, reads latents, or has an indexer. Source: llama.cpp.
 
-Source: llama.cpp, conversion/ and src/models/.
+Keys of layers with a window end in `_swa`.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ import numpy as np
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.gguf import architecture
-from moe_pack.formats.gguf.factors import bands
+from moe_pack.formats.gguf.decoders import granite
+from moe_pack.formats.gguf.factors import STILL, bands
 from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.gguf.hybrids import KIMI_DELTA
 
@@ -38,8 +39,7 @@ def _mimo2(m: Metadata) -> architecture.Values:
         n_group=m.whole("expert_group_count", 1),
         topk_group=m.whole("expert_group_used_count", 1),
         norm_topk_prob=True,
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
         rope_parameters=_ropes(m, dict.fromkeys(kinds, share)),
     )
 
@@ -80,14 +80,12 @@ def _step35(m: Metadata) -> architecture.Values:
         norm_expert_weight=m.flag("expert_weights_norm", True),
         swiglu_limits=_limits(m, "swiglu_clamp_exp"),
         swiglu_limits_shared=_limits(m, "swiglu_clamp_shexp"),
-        rope_theta=None,
-        rope_scaling=None,
+        **architecture.NO_ROPE,
         rope_parameters=ropes,
     )
 
 
 def _limits(m: Metadata, key: str) -> list[float | None] | None:
-    """Returns the limits of each layer's neurons; 0 is none."""
     if not m.has(key):
         return None
     return [float(str(np.float32(limit))) if limit else None for limit in m.each(key, architecture.num_layers(m))]
@@ -146,9 +144,7 @@ def _minimax_m3(m: Metadata) -> architecture.Values:
         head_dim=size,
         rotary_dim=m.whole("rope.dimension_count"),
         partial_rotary_factor=m.whole("rope.dimension_count") / size,
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=expert_size,
+        **architecture.local_experts(m),
         dense_intermediate_size=m.whole("feed_forward_length"),
         shared_intermediate_size=expert_size * m.whole("expert_shared_count"),
         routed_scaling_factor=m.number("expert_weights_scale", 1.0),
@@ -173,9 +169,7 @@ def _minimax01(m: Metadata) -> architecture.Values:
         "minimax",
         head_dim=architecture.head_dim(m),
         rotary_dim=m.whole("rope.dimension_count"),
-        num_local_experts=m.whole("expert_count"),
-        num_experts_per_tok=m.whole("expert_used_count"),
-        intermediate_size=m.whole("feed_forward_length"),
+        **architecture.local_experts(m, size="feed_forward_length"),
         layer_types=["linear_attention" if flag else "full_attention" for flag in is_lightning],
         **factors,
     )
@@ -200,6 +194,110 @@ def _bailingmoe3(m: Metadata) -> architecture.Values:
     return values
 
 
+def _scaled_ropes(m: Metadata) -> architecture.Values:
+    """Returns the rotary positions of each kind of layer. Layers with a window are never scaled."""
+    found = architecture.rope(m)
+    full = {"rope_type": "default", "rope_theta": found["rope_theta"], **(found["rope_scaling"] or {})}
+    sliding = {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa", found["rope_theta"])}
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+def _gemma4(m: Metadata) -> architecture.Values:
+    kinds = architecture.windows(m, 6)
+    full = kinds.index("full_attention")
+    kv_heads = dict(zip(kinds, m.each("attention.head_count_kv", architecture.num_layers(m)), strict=True))
+    factors = m.factors
+    if not factors:
+        raise CheckpointError(f"{m.place}: tensor 'rope_freqs.weight' is missing")
+    rotated = sum(factor < STILL for factor in factors)
+    ropes = _scaled_ropes(m)
+    ropes["full_attention"] |= {
+        "rope_type": "proportional",
+        "partial_rotary_factor": rotated / len(factors),
+        "factor": factors[0],
+    }
+    return architecture.decoder(
+        m,
+        "gemma4_text",
+        num_key_value_heads=kv_heads.get("sliding_attention", kv_heads["full_attention"]),
+        num_global_key_value_heads=kv_heads["full_attention"],
+        head_dim=m.whole("attention.key_length_swa"),
+        global_head_dim=m.whole("attention.key_length"),
+        attention_k_eq_v=not m.has_tensor(f"blk.{full}.attn_v.weight"),
+        enable_moe_block=True,
+        hidden_size_per_layer_input=m.whole("embedding_length_per_layer_input", 0),
+        num_kv_shared_layers=m.whole("attention.shared_kv_layers", 0),
+        hidden_act=None,
+        hidden_activation="gelu_pytorch_tanh",
+        **architecture.experts(m, num_experts_per_tok=None, top_k_experts=m.whole("expert_used_count")),
+        intermediate_size=m.whole("feed_forward_length"),
+        final_logit_softcapping=m.number("final_logit_softcapping", 0.0) or None,
+        sliding_window=m.whole("attention.sliding_window"),
+        layer_types=kinds,
+        **architecture.NO_ROPE,
+        rope_parameters=ropes,
+    )
+
+
+def _mellum(m: Metadata) -> architecture.Values:
+    kinds = (
+        architecture.windows(m, 4)
+        if m.whole("attention.sliding_window", 0)
+        else ["full_attention"] * architecture.num_layers(m)
+    )
+    return architecture.decoder(
+        m,
+        "mellum",
+        head_dim=architecture.head_dim(m),
+        **architecture.experts(m, norm_topk_prob=True),
+        sliding_window=m.get("attention.sliding_window"),
+        layer_types=kinds,
+        **architecture.NO_ROPE,
+        rope_parameters=_scaled_ropes(m),
+    )
+
+
+def _laguna(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    layers, size = architecture.num_layers(m), architecture.head_dim(m)
+    heads = m.each("attention.head_count", layers)
+    has_windows = m.whole("attention.sliding_window", 0) > 0
+    ropes, sizes = _scaled_ropes(m), {"full_attention": m.whole("rope.dimension_count", size)}
+    sizes["sliding_attention"] = m.whole("rope.dimension_count_swa", sizes["full_attention"])
+    for kind, rotated in sizes.items():
+        ropes[kind] |= {"partial_rotary_factor": rotated / size}
+    gate = m.tensors.get("blk.0.attn_gate.weight")
+    dense = m.whole("leading_dense_block_count")
+    return architecture.decoder(
+        m,
+        "laguna",
+        head_dim=size,
+        num_attention_heads_per_layer=heads,
+        **architecture.experts(m, intermediate_size=m.whole("feed_forward_length")),
+        shared_expert_intermediate_size=m.whole("expert_shared_feed_forward_length"),
+        moe_routed_scaling_factor=m.number("expert_weights_scale", 1.0),
+        norm_topk_prob=m.flag("expert_weights_norm", True),
+        mlp_layer_types=["dense"] * dense + ["sparse"] * (layers - dense),
+        gating="per-head" if gate is not None and gate.shape[0] == heads[0] else "per-element",
+        sliding_window=m.get("attention.sliding_window"),
+        layer_types=architecture.windows(m, 4, full_first=True) if has_windows else ["full_attention"] * layers,
+        **architecture.NO_ROPE,
+        rope_parameters=ropes,
+    )
+
+
+def _granite_swa(m: Metadata) -> architecture.Values:
+    layers = architecture.num_layers(m)
+    rotates = m.each("attention.rope_pattern", layers) if m.has("attention.rope_pattern") else [True] * layers
+    values = granite(m, "granitemoe_swa")
+    return values | {
+        "shared_intermediate_size": values.get("shared_intermediate_size", 0),
+        "sliding_window": m.whole("attention.sliding_window"),
+        "layer_types": architecture.windows(m, 4, full_first=True),
+        "layer_rope_theta": [values["rope_theta"] if flag else 0 for flag in rotates],
+    }
+
+
 _FULL_RANK = {"layers.{i}.mixer.decay": "blk.{i}.ssm_f_a.weight", "layers.{i}.mixer.gate": "blk.{i}.ssm_g_a.weight"}
 _HALVES = ("full_attn", "linear_attn", "mlp")
 _LIGHTNING = {
@@ -221,9 +319,25 @@ _INDEXER = {
     }.items()
 }
 
+_GEMMA4_NAMES = {
+    f"layers.{{i}}.{role}": f"blk.{{i}}.{name}"
+    for role, name in {
+        "shared_norm": "ffn_norm.weight",
+        "shared_post_norm": "post_ffw_norm_1.weight",
+        "experts_norm": "pre_ffw_norm_2.weight",
+        "experts_post_norm": "post_ffw_norm_2.weight",
+        "shared.gate": "ffn_gate.weight",
+        "shared.up": "ffn_up.weight",
+        "shared.down": "ffn_down.weight",
+        "router_scale": "ffn_gate_inp.scale",
+        "router_expert_scale": "ffn_down_exps.scale",
+        "scale": "layer_output_scale.weight",
+    }.items()
+}
+
 LATENTS: Mapping[str, architecture.Architecture] = {
-    "mimo2": architecture.Architecture(_mimo2),
-    "step35": architecture.Architecture(_step35, changes=architecture.CENTERED),
+    "mimo2": architecture.Architecture(_mimo2, own_head=True),
+    "step35": architecture.Architecture(_step35, changes=architecture.CENTERED, own_head=True),
     "deepseek32": architecture.Architecture(_deepseek32, names=_INDEXER),
     "mistral4": architecture.Architecture(_mistral4, fuses_gate_up=True),
     "bailingmoe3": architecture.Architecture(
@@ -234,6 +348,13 @@ LATENTS: Mapping[str, architecture.Architecture] = {
         _minimax_m3,
         names=_BLOCK_INDEXER,
         changes={**architecture.CENTERED, **{role: "plus_one" for role in _BLOCK_INDEXER if role.endswith("norm")}},
+        own_head=True,
     ),
     "glm-dsa": architecture.Architecture(_glm_dsa, names=_INDEXER),
+    "mellum": architecture.Architecture(_mellum, own_head=True),
+    "laguna": architecture.Architecture(_laguna),
+    "granite_swa": architecture.Architecture(
+        _granite_swa, changes=architecture.PAIRS, fuses_gate_up=True, fuses_shared=True
+    ),
+    "gemma4": architecture.Architecture(_gemma4, names=_GEMMA4_NAMES, fuses_gate_up=True),
 }

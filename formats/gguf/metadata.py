@@ -1,11 +1,10 @@
 """The metadata of a GGUF file by a model's spec: the inverse of what an architecture's `config` reads.
 
-Keys are llama.cpp's own names. A key that an architecture does not know is ignored by llama.cpp, so one function serves
-nearly all; an architecture's `extras` are its other keys. What metadata cannot say, llama.cpp has as a constant; so
-the writer reads a file's header back and compares the spec. Source: llama.cpp, src/llama-arch.cpp and src/models/.
+llama.cpp ignores keys that an architecture does not know, so one function serves nearly all; `_EXTRAS` has the other
+keys of architectures. llama.cpp has some values as constants: the writer reads a file's header back and compares the
+spec. Source: llama.cpp, src/llama-arch.cpp and src/models/.
 """
 
-import math
 from collections.abc import Callable, Mapping
 
 from moe_pack.formats import parts
@@ -18,7 +17,7 @@ _SECTIONS = [11, 11, 10, 0]  # of rotary positions by time, height and width, wh
 
 
 def model_metadata(spec: specs.ModelSpec, architecture: str) -> Values:
-    """Returns the metadata of a model by full key, without those of its name and its tokenizer."""
+    """Returns the metadata of a model by full key, without its name and its tokenizer."""
     values: Values = {
         "block_count": spec.num_hidden_layers,
         "context_length": spec.max_position_embeddings,
@@ -27,14 +26,18 @@ def model_metadata(spec: specs.ModelSpec, architecture: str) -> Values:
         "feed_forward_length": spec.dense_intermediate_size or spec.expert.source_size,
         "leading_dense_block_count": spec.moe_layers[0],
         **_experts(spec),
-        **_attention(spec),
-        **_rope(spec.rope, isinstance(spec.attention, parts.LatentSpec)),
-        **_mixer(spec),
+        **spec.attention.gguf_values(spec.rope),
+        **_rope(spec.rope, spec.attention.kind == "latent"),
+        **({} if spec.mixer is None else spec.mixer.gguf_values(spec.num_hidden_layers, spec.rope is not None)),
     }
     norm = "layer_norm_rms_epsilon" if spec.norm.kind == "rms" else "layer_norm_epsilon"
     values |= {f"attention.{norm}": spec.norm.eps}
     if extras := _EXTRAS.get(architecture):
         values |= extras(spec)
+    if (spec.mixer or spec.halves) and "attention.recurrent_layers" not in values:
+        heads, layers = values.get("attention.head_count_kv"), range(spec.num_hidden_layers)
+        attending = [spec.has_first(layer) and spec.mixer_of(layer) is None for layer in layers]
+        values["attention.head_count_kv"] = [heads if flag else 0 for flag in attending]
     own = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
     return {"general.architecture": architecture, "general.type": "model", **own}
 
@@ -60,117 +63,16 @@ def _experts(spec: specs.ModelSpec) -> Values:
     return values
 
 
-def _attention(spec: specs.ModelSpec) -> Values:
-    attention = spec.attention
-    values: Values = {}
-    if isinstance(attention, parts.GroupedQuerySpec):
-        values = {
-            "attention.head_count": attention.num_heads,
-            "attention.head_count_kv": _by_layer(spec, attention.num_kv_heads),
-            "attention.key_length": attention.head_dim,
-            "attention.value_length": attention.value_dim,
-        }
-        if attention.sliding_window is not None and not attention.chunked:
-            values["attention.sliding_window"] = attention.sliding_window
-    elif isinstance(attention, parts.LatentSpec):
-        rope = attention.qk_rope_head_dim
-        values = {  # as attention of one head, which reads the latent
-            "attention.head_count": attention.num_heads,
-            "attention.head_count_kv": _by_layer(spec, 1),
-            "attention.key_length": attention.kv_lora_rank + rope,
-            "attention.value_length": attention.kv_lora_rank,
-            "attention.key_length_mla": attention.qk_nope_head_dim + rope,
-            "attention.value_length_mla": attention.v_head_dim,
-            "attention.kv_lora_rank": attention.kv_lora_rank,
-            "attention.q_lora_rank": attention.q_lora_rank,
-            "rope.dimension_count": rope,
-        }
-        if isinstance(scaling := spec.rope.scaling if spec.rope else None, positions.YarnSpec):
-            values["rope.scaling.yarn_log_multiplier"] = _log_multiplier(attention, scaling)
-    return values
-
-
-def _log_multiplier(attention: parts.LatentSpec, scaling: positions.YarnSpec) -> float:
-    """Returns a tenth of the model's `mscale_all_dim`, whose square is in the scale of queries times keys."""
-    size = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    return round((math.sqrt(attention.scale * math.sqrt(size)) - 1) / math.log(scaling.factor), 6)
-
-
-def _by_layer(spec: specs.ModelSpec, heads: int) -> int | list[int]:
-    """Returns the heads of keys, for each layer where some have another mixer or neither; 0 for those."""
-    if (spec.mixer is None and spec.halves is None) or isinstance(
-        spec.mixer, parts.GatedDeltaSpec | parts.LightningSpec
-    ):
-        return heads
-    return [heads if attends(spec, layer) else 0 for layer in range(spec.num_hidden_layers)]
-
-
-def attends(spec: specs.ModelSpec, layer: int) -> bool:
-    """Returns whether a layer has attention."""
-    return spec.has_first(layer) and spec.mixer_of(layer) is None
-
-
 def _rope(rope: parts.RopeSpec | None, is_latent: bool = False) -> Values:
-    """Returns the keys of rotary positions. `is_latent`: of latent attention, whose scale says YaRN's factor."""
     if rope is None:
         return {}
     values: Values = {"rope.freq_base": rope.theta, "rope.dimension_count": rope.rotary_dim}
-    if isinstance(scaling := rope.scaling, positions.LinearSpec):
-        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
-    if isinstance(scaling, positions.YarnSpec):
-        values |= {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": scaling.factor,
-            "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
-            "rope.scaling.yarn_beta_fast": scaling.beta_fast,
-            "rope.scaling.yarn_beta_slow": scaling.beta_slow,
-        }
-        usual = 0.1 * math.log(scaling.factor) + 1
-        if not is_latent and not math.isclose(scaling.attention_factor, usual, rel_tol=1e-6):
-            # llama.cpp's converter writes the first, and llama.cpp multiplies its own factor by the second.
-            values["rope.scaling.yarn_attn_factor"] = scaling.attention_factor
-            values["rope.scaling.attn_factor"] = scaling.attention_factor / usual
+    if rope.scaling is not None:
+        values |= rope.scaling.gguf_values(is_latent)
     return values
 
 
-def _mixer(spec: specs.ModelSpec) -> Values:
-    mixer = spec.mixer
-    if isinstance(mixer, parts.GatedDeltaSpec):
-        recurrent = [layer in mixer.layers for layer in range(spec.num_hidden_layers)]
-        return {
-            "ssm.conv_kernel": mixer.conv_kernel,
-            "ssm.state_size": mixer.key_head_dim,
-            "ssm.group_count": mixer.num_key_heads,
-            "ssm.time_step_rank": mixer.num_value_heads,
-            "ssm.inner_size": mixer.value_width,
-            "attention.recurrent_layers": recurrent,
-            "full_attention_interval": recurrent.index(False) + 1,
-        }
-    if isinstance(mixer, parts.Mamba2Spec):
-        return {
-            "ssm.conv_kernel": mixer.conv_kernel,
-            "ssm.state_size": mixer.state_size,
-            "ssm.group_count": mixer.num_groups,
-            "ssm.inner_size": mixer.head_width,
-            "ssm.time_step_rank": mixer.num_heads,
-            "rope.scaling.finetuned": spec.rope is not None,
-        }
-    if isinstance(mixer, parts.MambaSpec):
-        return {
-            "ssm.conv_kernel": mixer.conv_kernel,
-            "ssm.inner_size": mixer.channels,
-            "ssm.state_size": mixer.state_size,
-            "ssm.time_step_rank": mixer.step_rank,
-        }
-    if isinstance(mixer, parts.ShortConvSpec):
-        return {"shortconv.l_cache": mixer.conv_kernel}
-    if isinstance(mixer, parts.KimiDeltaSpec):
-        return {"ssm.conv_kernel": mixer.conv_kernel, "kda.head_dim": mixer.head_dim}
-    return {}
-
-
 def _grouped(spec: specs.ModelSpec, layer: int | None = None) -> parts.GroupedQuerySpec:
-    """Returns the attention of a layer, or of most layers, in a model whose architecture has this kind."""
     attention = spec.attention if layer is None else spec.attention_of(layer)
     assert isinstance(attention, parts.GroupedQuerySpec), "an architecture with grouped-query attention"
     return attention
@@ -197,10 +99,7 @@ def _windows(spec: specs.ModelSpec) -> Values:
 
 
 def _by_kind(spec: specs.ModelSpec) -> Values:
-    """Returns the keys of models whose layers with a window have heads and rotary positions of their own.
-
-    The usual keys are those of layers without a window; those of layers with one end in `_swa`.
-    """
+    """Returns the keys of models whose layers with a window, `_swa`, have heads and rotary positions of their own."""
     attentions = [_grouped(spec, layer) for layer in range(spec.num_hidden_layers)]
     sliding = [attention.window(layer) is not None for layer, attention in enumerate(attentions)]
     full = sliding.index(False) if False in sliding else 0
@@ -234,24 +133,14 @@ def _one_if_alike(values: list[int]) -> int | list[int]:
 def _windowed(spec: specs.ModelSpec) -> Values:
     """Returns the keys of architectures that must have a window, and heads of keys for each layer."""
     heads = [_grouped(spec, layer).num_kv_heads for layer in range(spec.num_hidden_layers)]
-    return {
-        "attention.sliding_window": spec.max_position_embeddings,
-        **_by_kind(spec),
-        "attention.head_count_kv": heads,
-    }
-
-
-def _mimo(spec: specs.ModelSpec) -> Values:
-    return {"attention.value_scale": _grouped(spec).value_scale, **_windowed(spec)}
+    window = {"attention.sliding_window": spec.max_position_embeddings}
+    return window | _by_kind(spec) | {"attention.head_count_kv": heads}
 
 
 def _step35(spec: specs.ModelSpec) -> Values:
-    values = {
-        **_windowed(spec),
-        "attention.head_count": [spec.attention_of(layer).num_heads for layer in range(spec.num_hidden_layers)],
-        "rope.dimension_count": None,  # half of a head, or all of it in layers with a window
-    }
-    return values | _limits(spec)
+    heads = [spec.attention_of(layer).num_heads for layer in range(spec.num_hidden_layers)]
+    values = _windowed(spec) | {"attention.head_count": heads}
+    return values | {"rope.dimension_count": None} | _limits(spec)  # half of a head, or all of it in windowed layers
 
 
 def _limits(spec: specs.ModelSpec) -> Values:
@@ -331,7 +220,6 @@ def _nemotron(spec: specs.ModelSpec) -> Values:
 
 
 def _step(spec: specs.ModelSpec) -> Values:
-    """Returns every how many layers there are experts."""
     layers = spec.moe_layers
     return {"interleave_moe_layer_step": layers[1] - layers[0] if len(layers) > 1 else layers[0] + 1}
 
@@ -368,10 +256,9 @@ def _laguna(spec: specs.ModelSpec) -> Values:
 
 
 def _text_sections(spec: specs.ModelSpec) -> Values:
-    """Returns which pairs of rotary positions follow time, height and width, which are equal in a text.
+    """Returns every third pair of rotary positions for time, height and width, which are equal in a text.
 
-    Every third pair, so that each has one: llama.cpp does not rotate the pairs of none. Published files have 24, 20 and
-    20, by which two of 64 have none.
+    llama.cpp does not rotate the pairs of none. Published files have 24, 20 and 20: two of 64 have none.
     """
     pairs = spec.rotation.rotary_dim // 2
     return {"rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]}
@@ -392,7 +279,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "minimax-01": _minimax01,
     "minimax-m3": _minimax_m3,
     "glm-dsa": _shared_choices,
-    "mimo2": _mimo,
+    "mimo2": lambda spec: {"attention.value_scale": _grouped(spec).value_scale, **_windowed(spec)},
     "step35": _step35,
     "kimi-linear": lambda spec: {"attention.value_length": _latent(spec).v_head_dim},
     "mellum": _by_kind,
@@ -404,33 +291,17 @@ _EXTRAS: Mapping[str, Extras] = {
 }
 
 
-# Architectures that need a head of their own.
-_OWN_HEAD = (
-    "dbrx",
-    "gpt-oss",
-    "kimi-linear",
-    "mellum",
-    "mimo2",
-    "minimax-m2",
-    "minimax-m3",
-    "olmoe",
-    "qwen2moe",
-    "step35",
-)
-
-# Architectures in which some layers must have a sliding window.
-_WINDOWED = ("mimo2", "step35")
-# Architectures with latent attention whose scaled rotary positions are not those of the model.
-_UNSCALED = ("bailingmoe3", "glm-dsa")
+_WINDOWED = ("mimo2", "step35")  # architectures in which some layers must have a sliding window
+_UNSCALED = ("bailingmoe3", "glm-dsa")  # whose scaled rotary positions with latent attention are not the model's
 
 
-def not_loaded(spec: specs.ModelSpec, architecture: str) -> str | None:
-    """Returns what of a model llama.cpp cannot load, or computes otherwise, although metadata can say it; or None.
+def not_loaded(spec: specs.ModelSpec, architecture: str, own_head: bool) -> str | None:
+    """Returns a part of a model that llama.cpp cannot load, or computes otherwise than its metadata says; or None.
 
     Source: llama.cpp, src/models/, the shapes in each architecture's `load_arch_tensors`; src/llama-graph.cpp.
     """
     attention = spec.attention
-    if spec.tied_head and architecture in _OWN_HEAD:
+    if spec.tied_head and own_head:
         return "a head that is the embedding"
     if architecture == "nemotron_h_moe" and specs.num_dense_layers(spec):
         return "layers with a dense expert, where other layers have routed experts"
@@ -448,17 +319,15 @@ def not_loaded(spec: specs.ModelSpec, architecture: str) -> str | None:
             return "a sliding window"
         if architecture == "dots1" and attention.num_kv_heads != attention.num_heads:
             return "fewer heads of keys than of queries"
+    if not isinstance(attention, parts.LatentSpec):
+        return None
     scaling = spec.rope.scaling if spec.rope else None
-    if (
-        isinstance(attention, parts.LatentSpec)
-        and isinstance(scaling, positions.YarnSpec)
-        and architecture != "deepseek2"
-    ):
+    if isinstance(scaling, positions.YarnSpec) and architecture != "deepseek2":
         if architecture in _UNSCALED:
             return "scaled rotary positions"
-        if _log_multiplier(attention, scaling) != 0.1:
-            return f"an mscale of {10 * _log_multiplier(attention, scaling):g}; only 1 is"
-    if architecture in ("deepseek2", "mistral4") and isinstance(attention, parts.LatentSpec):
+        if (multiplier := attention.log_multiplier(scaling.factor)) != 0.1:
+            return f"an mscale of {10 * multiplier:g}; only 1 is"
+    if architecture in ("deepseek2", "mistral4"):
         num_layers = spec.num_hidden_layers
         is_lite = num_layers in (26, 27) or (num_layers, spec.vocab_size) == (48, 128256)
         if is_lite != (attention.q_lora_rank is None):
@@ -468,7 +337,6 @@ def not_loaded(spec: specs.ModelSpec, architecture: str) -> str | None:
 
 
 def _blocks_fault(spec: specs.ModelSpec, attention: parts.GroupedQuerySpec) -> str | None:
-    """Returns what of MiniMax-M3's choice of blocks llama.cpp does not compute, or None."""
     indexer = attention.indexer
     kinds = (spec.attention_of(layer) for layer in range(spec.num_hidden_layers))
     indexed = [isinstance(kind, parts.GroupedQuerySpec) and kind.indexer is not None for kind in kinds]

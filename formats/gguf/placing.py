@@ -1,9 +1,7 @@
-"""Where a model's weights lie in a GGUF file: the inverse of what `GgufFiles` reads.
+"""The places of a model's weights in a GGUF file: the inverse of what `GgufFiles` reads.
 
-A `Placement` names a GGUF tensor and says which values of the model it has: those of a dense role, perhaps in another
-order, or those of matrices of all experts of a layer, or factors of rotary positions. Nothing here reads or writes
-weights. The order that an architecture's `makers` undo is found by running them on tensors whose values are their own
-places.
+Nothing here reads or writes weights. The order that an architecture's `makers` undo is found by running them on tensors
+whose values are their own places.
 """
 
 from collections.abc import Iterator
@@ -14,21 +12,14 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.families.claiming import role_key
-from moe_pack.formats.gguf import header
-from moe_pack.formats.gguf.architecture import (
-    EXPERT_TENSORS,
-    GATE_UP_EXPERTS,
-    TENSOR_NAMES,
-    Architecture,
-    Change,
-    Maker,
-)
+from moe_pack.formats.gguf import architecture, header
 from moe_pack.formats.gguf.factors import rope_factors
 from moe_pack.formats.gguf.rows import Bytes, Rows
-from moe_pack.formats.parts import DenseRole, GroupedQuerySpec, LatentSpec, mixers
+from moe_pack.formats.parts import AttentionSpec, DenseRole
 
 Places = NDArray[np.int64]
-# What `fuses_qkv` and `fuses_shared` join, and the name of the whole.
+_Orders = list[tuple[str, Places | None, Places | None]]  # a tensor of a role, and its rows and columns of the role
+# Names that `fuses_qkv` and `fuses_shared` join, and the name of the whole.
 _JOINS = ((("attn_q", "attn_k", "attn_v"), "attn_qkv"), (("ffn_gate_shexp", "ffn_up_shexp"), "ffn_up_shexp"))
 _KEYS_AND_VALUES = "layers.{i}.attention.kv_b"
 
@@ -39,23 +30,18 @@ class NoPlaceError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """A GGUF tensor of dense roles. `shape`: with the contiguous dimension last.
-
-    `roles`: whose rows it has, one after the other.   `is_matrix`: whether a pack may quantize them.   `rows`: which of
-    them, in the tensor's order; None: all as they are.   `cols`: likewise columns.   `keys`, `values`: of the tensors
-    of latent attention, how many a head has; the role has a head's keys, then its values, and the tensor has keys
-    transposed.   `change`: of the values.
-    """
+    """A GGUF tensor of dense roles."""
 
     name: str
-    shape: tuple[int, ...]
-    roles: tuple[DenseRole, ...]
-    is_matrix: bool
-    rows: Places | None = None
-    cols: Places | None = None
+    shape: tuple[int, ...]  # with the contiguous dimension last
+    roles: tuple[DenseRole, ...]  # whose rows it has, one after the other
+    is_matrix: bool  # whether a pack may quantize them
+    rows: Places | None = None  # of the roles, in the tensor's order; None: all as they are
+    cols: Places | None = None  # likewise
+    # Of latent attention: how many a head has. The role has a head's keys, then its values; the tensor transposes keys.
     keys: int | None = None
     values: int | None = None
-    change: Change | None = None
+    change: architecture.Change | None = None  # of the values
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +72,21 @@ AnyPlacement = Placement | ExpertPlacement | ConstantPlacement
 
 
 def placements(
-    spec: formats.ModelSpec, architecture: Architecture, metadata: header.Metadata
+    spec: formats.ModelSpec, own: architecture.Architecture, metadata: header.Metadata
 ) -> Iterator[AnyPlacement]:
     """Yields all tensors of a model: factors of rotary positions, dense ones, then those of experts, layer by layer.
 
-    Args:    spec: of the source, without repeated neurons.   metadata: that is written, which makers read.
+    Args:    spec: of the source, without repeated neurons.   own: the model's.   metadata: of the file, for makers.
     Raises:  NoPlaceError if the architecture lacks one.
     """
-    orders: dict[str, list[tuple[str, Places | None, Places | None]]] = {}
-    is_needed = (architecture.fuses_qkv, architecture.fuses_shared)
+    orders: dict[str, _Orders] = {}
+    is_needed = (own.fuses_qkv, own.fuses_shared)
     joins = [join for join, needed in zip(_JOINS, is_needed, strict=True) if needed]
     fused: list[Placement] = []
     if (factors := rope_factors(spec)) is not None:
         yield ConstantPlacement(header.FACTORS, factors)
     for role in formats.dense_roles(spec):
-        for place in _of_role(spec, role, architecture, metadata, orders):
+        for place in _of_role(spec, role, own, metadata, orders):
             join = next((join for join in joins if any(f".{name}.weight" in place.name for name in join[0])), None)
             if join is None:
                 yield place
@@ -110,53 +96,50 @@ def placements(
                 yield _joined(fused, *join)
                 fused = []
     for layer in spec.moe_layers:
-        yield from _of_experts(spec, layer, architecture.fuses_gate_up)
+        yield from _of_experts(spec, layer, own.fuses_gate_up)
 
 
 def _of_role(
     spec: formats.ModelSpec,
     role: DenseRole,
-    architecture: Architecture,
+    own: architecture.Architecture,
     metadata: header.Metadata,
-    orders: dict[str, list[tuple[str, Places | None, Places | None]]],
+    orders: dict[str, _Orders],
 ) -> Iterator[Placement]:
     key, layer = role_key(spec, role.name)
-    if (maker := architecture.makers.get(key)) is not None:
+    change = own.changes.get(key)
+    if (maker := own.makers.get(key)) is not None:
         if key not in orders:
             orders[key] = _orders(maker, metadata, spec, key, role)
         for name, rows, cols in orders[key]:
-            full = f"blk.{layer}.{name}"
-            shape = _made_shape(spec, key, name, role)
-            yield Placement(full, shape, (role,), role.quantizable, rows, cols, change=architecture.changes.get(key))
+            full, shape = f"blk.{layer}.{name}", _made_shape(spec, key, name, role)
+            yield Placement(full, shape, (role,), role.quantizable, rows, cols, change=change)
         return
     if key == _KEYS_AND_VALUES:
         yield from _latent(spec.attention_of(layer), layer, role)
         return
-    template = architecture.names.get(key) or TENSOR_NAMES.get(key)
+    template = own.names.get(key) or architecture.TENSOR_NAMES.get(key)
     if template is None:
         raise NoPlaceError(role.name)
-    name, shape, change = template.format(i=layer), _shape(spec, key, role), architecture.changes.get(key)
+    place = Placement(template.format(i=layer), _shape(spec, key, role), (role,), role.quantizable, change=change)
     if change == "pairs":
-        yield Placement(name, shape, (role,), role.quantizable, _pair_order(spec, role))
-    else:
-        yield Placement(name, shape, (role,), role.quantizable, change=change)
+        place = replace(place, rows=_pair_order(spec.attention.sizes.get("head_dim", 0), role), change=None)
+    yield place
 
 
-def _pair_order(spec: formats.ModelSpec, role: DenseRole) -> Places:
-    """Returns the rows of heads in pairs of neighbours: what is rotated together lies together."""
-    assert isinstance(spec.attention, GroupedQuerySpec), "attention of heads"
-    size = spec.attention.head_dim
+def _pair_order(size: int, role: DenseRole) -> Places:
+    """Returns the rows of heads in pairs of neighbours: rows that are rotated together lie together."""
+    assert size, "attention of heads"
     place = np.arange(role.shape[0])
     head, within = place // size, place % size
     order: Places = head * size + within % 2 * (size // 2) + within // 2
     return order
 
 
-def _latent(attention: object, layer: int, role: DenseRole) -> Iterator[Placement]:
+def _latent(attention: AttentionSpec, layer: int, role: DenseRole) -> Iterator[Placement]:
     """Yields the two tensors of latent attention: keys transposed, `[heads, rank, key]`, and values."""
-    assert isinstance(attention, LatentSpec), "latent attention"
-    heads, rank = attention.num_heads, attention.kv_lora_rank
-    key, value = attention.qk_nope_head_dim, attention.v_head_dim
+    names = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    heads, rank, key, value = (attention.sizes[name] for name in names)
     for name, shape, keys, values in (
         ("attn_k_b", (heads, rank, key), key, None),
         ("attn_v_b", (heads, value, rank), None, value),
@@ -165,7 +148,6 @@ def _latent(attention: object, layer: int, role: DenseRole) -> Iterator[Placemen
 
 
 def _joined(parts: list[Placement], names: tuple[str, ...], name: str) -> Placement:
-    """Returns the tensor with several of a layer, one after the other."""
     roles = tuple(role for part in parts for role in part.roles)
     rows = sum(part.shape[0] for part in parts)
     full = parts[0].name.replace(f"{names[0]}.", f"{name}.")
@@ -176,43 +158,28 @@ def _of_experts(spec: formats.ModelSpec, layer: int, fuses_gate_up: bool) -> Ite
     count, f, d = spec.router.num_experts, spec.expert.source_size, spec.hidden_size
     matrices = spec.expert.matrices
     if fuses_gate_up:
-        yield ExpertPlacement(f"{GATE_UP_EXPERTS.format(i=layer)}.weight", (count, 2 * f, d), layer, ("gate", "up"))
+        name = architecture.GATE_UP_EXPERTS.format(i=layer)
+        yield ExpertPlacement(f"{name}.weight", (count, 2 * f, d), layer, ("gate", "up"))
         matrices = ("down",)
     for matrix in matrices:
         shape = (d, f) if matrix == "down" else (f, d)
-        name = EXPERT_TENSORS[matrix].format(i=layer)
+        name = architecture.EXPERT_TENSORS[matrix].format(i=layer)
         yield ExpertPlacement(f"{name}.weight", (count, *shape), layer, (matrix,))
         if matrix in spec.expert.bias:
             yield ExpertPlacement(f"{name}.bias", (count, shape[0]), layer, (matrix,), is_bias=True)
 
 
 def _shape(spec: formats.ModelSpec, key: str, role: DenseRole) -> tuple[int, ...]:
-    """Returns the shape of a role's tensor, which llama.cpp wants in more dimensions for some vectors of mixers."""
-    mixer, part = spec.mixer, key.rpartition("mixer.")[2] if ".mixer." in key else ""
-    if isinstance(mixer, mixers.KimiDeltaSpec) and part.endswith("_conv"):
-        return (1, mixer.head_width, 1, mixer.conv_kernel)
-    if isinstance(mixer, mixers.KimiDeltaSpec) and part == "a_log":
-        return (mixer.num_heads, 1) if mixer.full_rank else (1, 1, mixer.num_heads, 1)
-    if (
-        isinstance(mixer, mixers.GatedDeltaSpec | mixers.Mamba2Spec | mixers.MambaSpec | mixers.ShortConvSpec)
-        and part == "conv"
-    ):
-        return (role.shape[0] // mixer.conv_kernel, mixer.conv_kernel)
-    if isinstance(mixer, mixers.Mamba2Spec) and part in ("a_log", "skip"):
-        return (mixer.num_heads, 1)
-    if isinstance(mixer, mixers.Mamba2Spec) and part == "out_norm":
-        return (mixer.num_groups, mixer.head_width // mixer.num_groups)
-    if isinstance(mixer, mixers.MambaSpec) and part == "a_log":
-        return (mixer.channels, mixer.state_size)
-    return role.shape
+    if spec.mixer is None or ".mixer." not in key:
+        return role.shape
+    return spec.mixer.gguf_shape(key.rpartition("mixer.")[2], role.shape)
 
 
 def _made_shape(spec: formats.ModelSpec, key: str, name: str, role: DenseRole) -> tuple[int, ...]:
     """Returns the shape of one of the tensors that make a role."""
-    if key == "layers.{i}.mixer.qkvz":
-        assert isinstance(spec.mixer, mixers.GatedDeltaSpec), "the mixer of the role"
-        rows = spec.mixer.value_width if name == "attn_gate.weight" else spec.mixer.conv_channels
-        return (rows, role.shape[1])
+    if key == "layers.{i}.mixer.qkvz" and spec.mixer is not None:
+        channels = spec.mixer.state.conv[1]
+        return (role.shape[0] - channels if name == "attn_gate.weight" else channels, role.shape[1])
     return _shape(spec, key, role)
 
 
@@ -232,10 +199,15 @@ class _Numbered(Rows):
         return np.ascontiguousarray(values).view(np.uint8)
 
 
+def _moved(order: Places) -> Places | None:
+    """Returns the order; None if it moves nothing."""
+    return None if np.array_equal(order, np.arange(len(order))) else order
+
+
 def _orders(
-    maker: Maker, metadata: header.Metadata, spec: formats.ModelSpec, key: str, role: DenseRole
-) -> list[tuple[str, Places | None, Places | None]]:
-    """Returns the tensors from which a maker makes a role, and which of the role's rows and columns each has."""
+    maker: architecture.Maker, metadata: header.Metadata, spec: formats.ModelSpec, key: str, role: DenseRole
+) -> _Orders:
+    """Returns the tensors from which a maker makes a role, and the role's rows and columns of each."""
     found: dict[bool, Places] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for by_row in (True, False):
@@ -250,13 +222,9 @@ def _orders(
         values = made.floats(0, made.num_rows) if by_row else made.floats(0, 1)
         numbers: Places = (values[:, 0] if by_row else values[0]).astype(np.int64)
         found[by_row] = np.argsort(numbers, kind="stable")
-    orders, first = list[tuple[str, Places | None, Places | None]](), 0
+    orders, first, cols = _Orders(), 0, found[False]
     for name, shape in shapes.items():
         count = int(np.prod(shape[:-1], dtype=np.int64))
         rows, first = found[True][first : first + count], first + count
-        orders.append((name, _unless_plain(rows), _unless_plain(found[False])))
+        orders.append((name, _moved(rows), _moved(cols)))
     return orders
-
-
-def _unless_plain(places: Places) -> Places | None:
-    return None if np.array_equal(places, np.arange(len(places))) else places

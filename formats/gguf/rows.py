@@ -1,8 +1,7 @@
-"""Rows of the tensors that a family knows, read from the tensors that a GGUF file has.
+"""Rows of a family's tensors, read from the tensors of a GGUF file.
 
-A `Rows` is a matrix (or a vector: one row) of which any range of rows can be read. `TensorRows` reads a GGUF tensor:
-F32, F16 and BF16 as they are, every other type dequantized to float32 by the `gguf` package. The others rearrange what
-llama.cpp's converter rearranged, range by range, so that no tensor is ever whole in memory.
+`TensorRows` reads a GGUF tensor: F32, F16 and BF16 as they are, every other type dequantized to float32 by the `gguf`
+package. The others undo what llama.cpp's converter rearranged, range by range: no tensor is ever whole in memory.
 """
 
 from abc import ABC, abstractmethod
@@ -23,9 +22,9 @@ _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
 class Rows(ABC):
-    """A matrix whose rows can be read: `num_rows` of `num_cols` values in a safetensors dtype."""
+    """A matrix, or a vector as one row, whose rows can be read."""
 
-    dtype: str
+    dtype: str  # of safetensors
     num_rows: int
     num_cols: int
 
@@ -41,28 +40,21 @@ class Rows(ABC):
         return self.num_cols * _ITEM_BYTES[self.dtype]
 
     def read(self, start: int, stop: int) -> Bytes:
-        """Reads rows `start` to `stop`: u8 [rows, row_bytes], own memory.
-
-        Raises:  CheckpointError if the file is cut short or cannot be read.
-        """
+        """Reads rows: u8 [rows, row_bytes], own memory. Raises CheckpointError if the file is cut short."""
         return self._read(start, stop)
 
     @abstractmethod
     def _read(self, start: int, stop: int) -> Bytes: ...
 
     def floats(self, start: int, stop: int) -> Floats:
-        """Reads rows `start` to `stop` as float32 [rows, num_cols]."""
-        return as_floats(self.read(start, stop), self.dtype)
-
-
-def as_floats(raw: Bytes, dtype: str) -> Floats:
-    """Returns values of a floating dtype, u8 [rows, bytes], as float32 [rows, values]."""
-    if dtype == "F32":
-        return raw.view("<f4")
-    if dtype == "F16":
-        return raw.view("<f2").astype(np.float32)
-    assert dtype == "BF16", dtype
-    return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        """Reads rows of a floating dtype as float32 [rows, num_cols]."""
+        raw = self.read(start, stop)
+        if self.dtype == "F32":
+            return raw.view("<f4")
+        if self.dtype == "F16":
+            return raw.view("<f2").astype(np.float32)
+        assert self.dtype == "BF16", self.dtype
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 def can_dequantize(type_name: str) -> bool:
@@ -92,7 +84,7 @@ class TensorRows(Rows):
         return frozenset((self._tensor.type,))
 
     def stored(self, start: int, stop: int) -> Bytes:
-        """Reads rows `start` to `stop` in the file's bytes: u8 [rows, bytes]."""
+        """Reads rows in the file's bytes: u8 [rows, bytes]."""
         size = self._tensor.row_bytes
         raw = self._reader.read(self._tensor.offset + start * size, (stop - start) * size)
         return raw.reshape(stop - start, size)
@@ -124,7 +116,7 @@ class Part(Rows):
 
 
 class Flat(Rows):
-    """All values in one row. The vectors and small tensors of a model are stored in several shapes."""
+    """All values in one row."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -136,7 +128,7 @@ class Flat(Rows):
 
 
 class Stacked(Rows):
-    """The rows of several, one after the other; float32 if their dtypes differ, or `dtype` is."""
+    """The rows of several, one after the other; float32 if their dtypes differ."""
 
     def __init__(self, parts: Sequence[Rows], dtype: str | None = None) -> None:
         self._parts = parts
@@ -155,7 +147,7 @@ class Stacked(Rows):
 
 
 class Reordered(Rows):
-    """Rows in another order: row i is row `order[i]` of the rows below, within the same run of `len(order)` rows."""
+    """Rows in another order: in each run of `len(order)` rows, row i is row `order[i]` of the rows below."""
 
     def __init__(self, rows: Rows, order: NDArray[np.int64]) -> None:
         assert rows.num_rows % len(order) == 0, (len(order), rows.num_rows)
@@ -189,7 +181,7 @@ class ColumnsReordered(Rows):
 
 
 class ByHead(Rows):
-    """The rows of several, head by head: those of the first head of each part, those of the second, and so on."""
+    """The rows of several, head by head: the first head's of each part, then the second's, and so on."""
 
     def __init__(self, parts: Sequence[Rows], num_heads: int) -> None:
         self._parts, self._sizes = parts, [part.num_rows // num_heads for part in parts]
@@ -209,7 +201,7 @@ class ByHead(Rows):
 
 
 class Changed(Rows):
-    """Values that a function of each value gives, float32."""
+    """A function of each value, float32."""
 
     dtype = "F32"
 
@@ -234,16 +226,12 @@ class KeysAndValues(Rows):
     def _read(self, start: int, stop: int) -> Bytes:
         size = self._num_keys + self._num_values
         heads = range(start // size, -(-stop // size))
-        whole = [np.concatenate((self._key(head), self._value(head))) for head in heads]
-        rows = np.concatenate([np.empty((0, self._rank), np.float32), *whole])
+        pieces = [np.empty((0, self._rank), np.float32)]
+        for head in heads:
+            pieces.append(self._keys.floats(head * self._rank, (head + 1) * self._rank).T)
+            pieces.append(self._values.floats(head * self._num_values, (head + 1) * self._num_values))
         first = start // size * size
-        return np.ascontiguousarray(rows[start - first : stop - first], "<f4").view(np.uint8)
-
-    def _key(self, head: int) -> Floats:
-        return self._keys.floats(head * self._rank, (head + 1) * self._rank).T
-
-    def _value(self, head: int) -> Floats:
-        return self._values.floats(head * self._num_values, (head + 1) * self._num_values)
+        return np.ascontiguousarray(np.concatenate(pieces)[start - first : stop - first], "<f4").view(np.uint8)
 
 
 class Mxfp4Codes(Rows):

@@ -1,11 +1,11 @@
 r"""The tokenizer of a GGUF file in the files of Hugging Face: `tokenizer.json`, its config, the chat template.
 
-A GGUF file has the vocabulary and the merges, but names the rules that split a text into words (`tokenizer.ggml.pre`).
-Those rules stand here, as the models' own `tokenizer.json` have them. Lost is what GGUF does not say: whether a special
-token takes the spaces around it. Source: llama.cpp, src/llama-vocab.cpp, whose comments quote the published rules.
+A GGUF file has the vocabulary and the merges, but only names the rules that split a text (`tokenizer.ggml.pre`). The
+rules stand here as in the models' own `tokenizer.json`. GGUF does not say whether a special token takes the spaces
+around it. Source: llama.cpp, src/llama-vocab.cpp, whose comments quote the published rules.
 
 - `gpt2`: byte-level pair encoding. Tokens and merges are text in GPT-2's alphabet of bytes.
-- `llama`: SentencePiece's pair encoding with scores. The merges follow from the scores.
+- `llama`: SentencePiece's pair encoding. The merges follow from scores.
 - `gemma4`: pair encoding with merges, in SentencePiece's alphabet.
 """
 
@@ -29,7 +29,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(upper: str, lower: str, clitics: str) -> str:
-    """Returns the rule for words that end where a capital letter begins another."""
+    """Returns the rule for words that end at a capital letter."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}[{upper}]*[{lower}]+{clitics}|{first}[{upper}]+[{lower}]*{clitics}"
 
@@ -78,8 +78,7 @@ _AFMOE_SCRIPTS = (
 _BY_THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes, counted from the end
 _STARCODER = (r"\p{N}", _GPT2)
 
-# The regular expressions that split a text, one after the other, by `tokenizer.ggml.pre`. Of names with the same rules
-# the usual one is first.
+# Regular expressions that split a text one after the other, by `tokenizer.ggml.pre`. The usual name of rules is first.
 SPLITS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("gpt-2", "olmo", "mellum", "exaone4", "mpt", "jais"), (_GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
@@ -99,16 +98,15 @@ SPLITS: Mapping[str, Sequence[str]] = {
     "afmoe": (_BY_THREES, _AFMOE_SCRIPTS, _V3_WORDS),
     "laguna": (r"[^\n]+|[\n]+", _QWEN2),
 }
-# Of which a word that is a token is not merged from its parts, and whose texts begin with a token.
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "glm4", "glm5", "tekken")
-BEGIN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
+BEGIN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")  # texts begin with a token
+WHOLE_WORDS = (*BEGIN, "glm4", "glm5")  # a word that is a token is not merged from its parts
 
 _BYTE_LEVEL: Values = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
 
 
 class TokenKind(IntEnum):
-    """Kinds of tokens, `tokenizer.ggml.token_type`. A kind that is not here is a piece of usual text."""
+    """Kinds of tokens, `tokenizer.ggml.token_type`. All other kinds are usual text."""
 
     USUAL = 1
     UNKNOWN = 2
@@ -119,40 +117,31 @@ class TokenKind(IntEnum):
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, Values | str]:
-    """Returns the tokenizer's files by name: JSON values, or text. A GGUF file without a tokenizer has none.
+    """Returns the tokenizer's files by name: JSON values, or text; none for a GGUF file without a tokenizer.
 
     Raises:  CheckpointError for a tokenizer of an unknown kind, or with unknown rules.
     """
-    files: dict[str, Values | str] = {}
     if metadata.get("tokenizer.ggml.tokens") is None:
-        return files
+        return {}
     tokens = _Tokens(metadata)
     kind = metadata.text("tokenizer.ggml.model")
-    if kind == "gpt2":
-        files["tokenizer.json"] = _byte_level(metadata, tokens)
-    elif kind == "llama":
-        files["tokenizer.json"] = _sentencepiece(metadata, tokens)
-    elif kind == "gemma4":
-        files["tokenizer.json"] = _gemma(metadata, tokens)
-    else:
+    make = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma}.get(kind)
+    if make is None:
         raise CheckpointError(
             f"{metadata.place}: tokenizer.ggml.model is {kind!r}; supported: gpt2, llama, gemma4. Use the model's "
             "safetensors checkpoint"
         )
-    files |= _configs(metadata, tokens)
-    return files
+    return {"tokenizer.json": make(metadata, tokens), **_configs(metadata, tokens)}
 
 
 class _Tokens:
-    """The texts and kinds of all tokens, and those that have a meaning."""
-
     def __init__(self, metadata: Metadata) -> None:
         self.texts: list[str] = metadata.values("tokenizer.ggml.tokens")
         kinds = metadata.get("tokenizer.ggml.token_type")
         self.kinds: list[int] = kinds if isinstance(kinds, list) else [1] * len(self.texts)
         if len(self.kinds) != len(self.texts) or not all(isinstance(text, str) for text in self.texts):
             raise CheckpointError(f"{metadata.place}: tokenizer.ggml.tokens and token_type do not fit each other")
-        self.named: dict[str, int] = {}
+        self.named: dict[str, int] = {}  # those with a meaning
         for name, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
             number = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
             if isinstance(number, int) and 0 <= number < len(self.texts):
@@ -160,27 +149,19 @@ class _Tokens:
 
     def added(self) -> list[Values]:
         """Returns the tokens that are found in a text before it is split."""
+        usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         return [
-            {
-                "id": number,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": kind != TokenKind.USER_DEFINED,
-            }
+            {"id": number, "content": text, **usual, "special": kind != TokenKind.USER_DEFINED}
             for number, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True))
             if kind in (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)
         ]
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns the number of each token that a text can have."""
         pairs = enumerate(zip(self.texts, self.kinds, strict=True))
         return {text: number for number, (text, kind) in pairs if kind != TokenKind.UNUSED}
 
     def template(self, begins: bool, ends: bool) -> Values | None:
-        """Returns what puts tokens around a text, None if nothing does."""
+        """Returns the post-processor that puts tokens around a text, or None."""
         first, last = (
             [self.texts[self.named[name]]] if is_used and name in self.named else []
             for name, is_used in (("bos", begins), ("eos", ends))
@@ -200,28 +181,20 @@ def _tokenizer(tokens: _Tokens, model: Values, **parts: Any) -> Values:
 
 
 def _model(merges: list[Any], vocabulary: Mapping[str, int], **others: Any) -> Values:
-    values = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-    }
+    nones = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    values = {"type": "BPE", **nones, **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)}
     return values | others | {"vocab": vocabulary, "merges": merges}
 
 
 def _begins(metadata: Metadata, usual: bool) -> tuple[bool, bool]:
-    """Returns whether texts begin with a token, and whether they end with one."""
+    """Returns whether texts begin, and whether they end with a token."""
     flags = (("bos", usual), ("eos", False))
     begins, ends = (metadata.flag(f"tokenizer.ggml.add_{name}_token", default) for name, default in flags)
     return begins, ends
 
 
 def _pairs(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[list[str]]:
-    """Returns the merges as pairs. Each is a text of two pieces, which may have spaces of their own."""
+    """Returns the merges, each a text of two pieces that may have spaces, as pairs."""
     pairs = []
     for merge in metadata.values("tokenizer.ggml.merges") if metadata.has("tokenizer.ggml.merges") else ():
         left, _, right = merge.partition(" ")
@@ -241,7 +214,6 @@ def splitter(rules: Sequence[str]) -> Values:
 
 
 def _byte_level(metadata: Metadata, tokens: _Tokens) -> Values:
-    """Returns the tokenizer of byte-level pair encoding."""
     pre = metadata.text("tokenizer.ggml.pre", "")
     if pre not in SPLITS:
         known = ", ".join(sorted(SPLITS))
@@ -261,7 +233,7 @@ def _byte_level(metadata: Metadata, tokens: _Tokens) -> Values:
 
 
 def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> Values:
-    """Returns the tokenizer of SentencePiece's pair encoding. Source: transformers, convert_slow_tokenizer.py."""
+    # Source: transformers, convert_slow_tokenizer.py.
     scores = metadata.values("tokenizer.ggml.scores")
     if len(scores) != len(tokens.texts):
         raise CheckpointError(
@@ -299,7 +271,7 @@ def _piece_decoder(strips: bool) -> Values:
 
 
 def _merges_of_scores(tokens: _Tokens, scores: Sequence[float]) -> list[list[str]]:
-    """Returns the merges that SentencePiece does by scores: of two tokens whose text is a token, its score the rank."""
+    """Returns SentencePiece's merges: of two tokens whose joined text is a token, ranked by its score."""
     numbers = tokens.vocabulary()
     found = list[tuple[float, list[str]]]()
     for text, score, kind in zip(tokens.texts, scores, tokens.kinds, strict=True):
@@ -314,7 +286,6 @@ def _merges_of_scores(tokens: _Tokens, scores: Sequence[float]) -> list[list[str
 
 
 def _gemma(metadata: Metadata, tokens: _Tokens) -> Values:
-    """Returns the tokenizer of Gemma 4: pair encoding with merges, spaces as SentencePiece writes them."""
     vocabulary = tokens.vocabulary()
     return _tokenizer(
         tokens,
@@ -326,12 +297,7 @@ def _gemma(metadata: Metadata, tokens: _Tokens) -> Values:
             byte_fallback=True,
         ),
         normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        pre_tokenizer={
-            "type": "Split",
-            "pattern": {"String": " "},
-            "behavior": "MergedWithPrevious",
-            "invert": False,
-        },
+        pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
         post_processor=tokens.template(*_begins(metadata, True)),
         decoder=_piece_decoder(strips=False),
     )

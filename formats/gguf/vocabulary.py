@@ -1,8 +1,7 @@
 """The GGUF metadata of a tokenizer: the inverse of `tokenizer.py`.
 
-The rules that split a text are found by what they do: the tokenizer and each rule of `tokenizer.SPLITS` split one text.
-The metadata is read back, and the tokenizer that comes of it must give the tokens of the original. Source: llama.cpp,
-src/llama-vocab.cpp, for what it reads.
+The rules of `tokenizer.SPLITS` that split one text as the tokenizer does are its rules. The metadata is read back, and
+must give the tokens of the original. Source: llama.cpp, src/llama-vocab.cpp.
 """
 
 import json
@@ -14,12 +13,12 @@ from tokenizers import Tokenizer
 
 from moe_pack import formats
 from moe_pack.formats.families import text_files
+from moe_pack.formats.gguf import tokenizer
 from moe_pack.formats.gguf.header import Metadata
-from moe_pack.formats.gguf.tokenizer import BEGIN, SPACE, SPLITS, WHOLE_WORDS, TokenKind, splitter, tokenizer_files
 
 Values = dict[str, Any]
 
-# Any two different rules of SPLITS split this text in different places; a test proves it.
+# Any two different rules of SPLITS split this text in different places.
 CHECK_TEXT = (
     "It's 1984: the clocks weren't striking THIRTEEN; don't ASK'LL why. DON'T! 3.14159 + 1000000 = ?\n\n\tTabs  and   "
     "spaces \n  \r\n \n\n"
@@ -29,22 +28,22 @@ CHECK_TEXT = (
     "$5,000.00 50% <tag> #hash @user 'twas 'Sam's a b c e.g. i.e. 中文mixed英文text ABCdef ǅ ʰx ① Ⅷ 12ab34 ...!!!\n"
     "  中 国  a  1 \n.\n"
 )
-_AROUND = "a"  # a text between whose neighbors `add_bos_token` and `add_eos_token` stand
+_AROUND = "a"  # a text around which tokens may stand
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _ENDS = ("eos", "eot", "eom")
+_BYTE_TOKENS = [f"<0x{number:02X}>" for number in range(256)]
 _NFC = {"type": "NFC"}
-_TO_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-_PREFIX = {"type": "Prepend", "prepend": SPACE}
+_TO_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": tokenizer.SPACE}
+_PREFIX = {"type": "Prepend", "prepend": tokenizer.SPACE}
 
 
 def vocabulary_fields(files: Mapping[str, bytes], vocab_size: int) -> Values:
     """Returns the metadata of a tokenizer by full key, in Python's types: `tokenizer.ggml.model` and so on.
 
     The tokens that end an answer are those of generation_config.json, or of config.json, and `eos_token` of
-    tokenizer_config.json. GGUF names three; `vocabulary_notes` says which are left out, and what else GGUF cannot say.
-    llama.cpp does not normalize: texts that are not in NFC get other tokens where the tokenizer brings them to NFC.
-    Args:    files: a pack's files by name; those that are missing say nothing.   vocab_size: the rows of the model's
-             embedding. Numbers without a token get one that no text has.
+    tokenizer_config.json; GGUF names three. llama.cpp does not normalize: texts that are not in NFC may get others.
+    Args:    files: a pack's files by name.   vocab_size: the rows of the model's embedding. Numbers without a token get
+             one that no text has.
     Raises:  RunError if there is no tokenizer.json, or if GGUF cannot say what it does.
     """
     source = _Source(files)
@@ -66,10 +65,7 @@ def vocabulary_fields(files: Mapping[str, bytes], vocab_size: int) -> Values:
 
 
 def vocabulary_notes(files: Mapping[str, bytes]) -> list[str]:
-    """Returns a sentence for each thing that the tokenizer does, and that the metadata does not say.
-
-    Raises:  RunError as `vocabulary_fields` does.
-    """
+    """Returns a sentence for each thing that a tokenizer does unlike its metadata. Raises as `vocabulary_fields`."""
     source = _Source(files)
     notes = []
     if source.changed:
@@ -93,12 +89,7 @@ def vocabulary_notes(files: Mapping[str, bytes]) -> list[str]:
 
 
 class _Source:
-    """A tokenizer's files, and the tokenizer in the `tokenizers` library without what GGUF cannot say.
-
-    `has_spaces`: spaces are written as SentencePiece writes them, else bytes in GPT-2's alphabet.   `has_prefix`: a
-    text gets a space in front.   `is_metaspace`: it gets one unless it begins with one.   `changed`: added tokens of
-    which GGUF cannot say where they are found.   `first`, `last`: the tokens that are put around a text.
-    """
+    """A tokenizer's files, and the tokenizer in the `tokenizers` library as far as GGUF can say it."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if "tokenizer.json" not in files:
@@ -115,8 +106,12 @@ class _Source:
         self.values["added_tokens"] = json.loads(original.to_str())["added_tokens"]
         self.model: Values = self.values["model"]
         self._check_model()
-        self.merges = self._read_merges()
-        self.is_metaspace = self.has_prefix = False
+        # Files before 2024 write a merge as one text.
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in self.model["merges"])
+        self.merges: list[tuple[str, str]] = [(left, right) for left, right in pairs]
+        self.has_prefix = False  # whether a text gets a space in front
+        self.is_metaspace = False  # whether it gets none if it begins with one
+        # Whether spaces are written as SentencePiece writes them, else bytes in GPT-2's alphabet.
         self.has_spaces = "ByteLevel" not in _types(self.values.get("pre_tokenizer"))
         if self.has_spaces:
             self._set_spaces()
@@ -125,19 +120,17 @@ class _Source:
             raise formats.RunError(
                 f"tokenizer.json: has the normalizer {said}, which GGUF cannot say; only NFC may be there"
             )
-        self.changed = self._free_added_tokens()
+        self.changed = self._free_added_tokens()  # added tokens whose places in a text GGUF cannot say
         self.tokenizer = _tokenizer(self.values) if self.has_spaces or self.changed else original
         self._config = self._json("tokenizer_config.json")
         self.begins_by_config = False
-        self.first, self.last = self._around()
+        self.first, self.last = self._around()  # the tokens that are put around a text
 
     def ids(self, text: str) -> list[int]:
-        """Returns the tokens of a text, with those around it."""
         ids: list[int] = self.tokenizer.encode(text).ids
         return [self.first, *ids] if self.begins_by_config and self.first is not None else ids
 
     def tokens(self, vocab_size: int) -> tuple[list[str], list[int]]:
-        """Returns text and kind of each of `vocab_size` tokens."""
         added = self.tokenizer.get_added_tokens_decoder()
         vocabulary: dict[str, int] = self.model["vocab"] | {token.content: number for number, token in added.items()}
         texts = {number: text for text, number in vocabulary.items()}
@@ -148,23 +141,24 @@ class _Source:
             raise formats.RunError(
                 f"tokenizer.json: token {texts[largest]!r} has number {largest}, but vocab_size is {vocab_size}"
             )
-        is_byte = set(_byte_tokens()) if self.has_spaces else set()
+        is_byte = set(_BYTE_TOKENS) if self.has_spaces else set()
         unknown = self.model.get("unk_token") if self.has_spaces else None
         kinds: list[int] = []
         for number in range(vocab_size):
             text = texts.get(number)
             if text is None:
-                texts[number] = _unused(number, vocabulary)
-                kinds.append(TokenKind.UNUSED)
+                texts[number] = f"[PAD{number}]"
+                while texts[number] in vocabulary:
+                    texts[number] = f"[{texts[number]}]"
+                kinds.append(tokenizer.TokenKind.UNUSED)
             elif number in added:
-                usual = TokenKind.CONTROL if added[number].special else TokenKind.USER_DEFINED
-                kinds.append(TokenKind.UNKNOWN if text == unknown else usual)
+                usual = tokenizer.TokenKind.CONTROL if added[number].special else tokenizer.TokenKind.USER_DEFINED
+                kinds.append(tokenizer.TokenKind.UNKNOWN if text == unknown else usual)
             else:
-                kinds.append(TokenKind.BYTE if text in is_byte else TokenKind.USUAL)
+                kinds.append(tokenizer.TokenKind.BYTE if text in is_byte else tokenizer.TokenKind.USUAL)
         return [texts[number] for number in range(vocab_size)], [int(kind) for kind in kinds]
 
     def names(self) -> dict[str, int]:
-        """Returns the tokens that have a meaning, by GGUF's word for it."""
         named: dict[str, int | None] = {name: self._token(f"{theirs}_token") for theirs, name in _NAMED.items()}
         if named["unknown"] is None and self.model.get("unk_token"):
             named["unknown"] = self.tokenizer.token_to_id(self.model["unk_token"])
@@ -174,17 +168,14 @@ class _Source:
         return {name: number for name, number in named.items() if number is not None}
 
     def ends(self) -> list[int]:
-        """Returns the tokens that end an answer, first what ends a text, then `eos_token`."""
+        """Returns the tokens that end an answer: first the end of a text, then `eos_token`."""
         configs = [(name, self._json(name)) for name in ("generation_config.json", "config.json")]
         found = text_files.end_tokens(
             (*configs, ("config.json", text_files.text_config(configs[1][1]))), self.tokenizer, formats.RunError
         )
         numbers = dict.fromkeys((self.last, self._token("eos_token"), *found))
-        return [
-            number
-            for number in numbers
-            if number is not None and (0 <= number < 2**32 and self.tokenizer.id_to_token(number) is not None)
-        ]
+        known = (number for number in numbers if number is not None and 0 <= number < 2**32)
+        return [number for number in known if self.tokenizer.id_to_token(number) is not None]
 
     def templates(self) -> Values:
         """Returns the chat template: `chat_template.jinja`, else one or several by name of tokenizer_config.json."""
@@ -204,11 +195,6 @@ class _Source:
         )
         return values if isinstance(values, dict) else {}
 
-    def _read_merges(self) -> list[tuple[str, str]]:
-        """Returns the merges in their order. Files before 2024 write each as one text."""
-        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in self.model["merges"])
-        return [(left, right) for left, right in pairs]
-
     def _check_model(self) -> None:
         kind = self.model.get("type", "BPE" if "merges" in self.model else "unknown")  # old files have no type
         if kind != "BPE":
@@ -218,7 +204,7 @@ class _Source:
                 raise formats.RunError(f"tokenizer.json: {key} is {self.model[key]!r}, which GGUF cannot say")
 
     def _set_spaces(self) -> None:
-        """Reads how spaces are written, and writes the way that GGUF knows in its place."""
+        """Replaces the steps that write spaces by the way that GGUF knows."""
         steps, before = _steps(self.values.get("normalizer")), _steps(self.values.get("pre_tokenizer"))
         self.has_prefix = _PREFIX in steps
         known = all(step in (_PREFIX, _TO_SPACES) for step in steps) and len(steps) <= 2
@@ -226,16 +212,17 @@ class _Source:
             rule = before[0]
             scheme = rule.get("prepend_scheme", "always" if rule.get("add_prefix_space", True) else "never")
             self.is_metaspace = self.has_prefix = scheme != "never"
-            known = rule.get("replacement") == SPACE and rule.get("split") is False
-        elif _TO_SPACES not in steps or any(not _cuts_nothing(step) for step in before):
-            known = False
+            known = rule.get("replacement") == tokenizer.SPACE and rule.get("split") is False
+        else:  # a split at spaces cuts nothing, because none are left
+            kinds = [(step.get("type"), step.get("pattern"), bool(step.get("invert"))) for step in before]
+            known = known and _TO_SPACES in steps and all(kind == ("Split", {"String": " "}, False) for kind in kinds)
         if not known:
             raise formats.RunError(
                 f"tokenizer.json: has the normalizer {_said(self.values.get('normalizer'))} and the pre-tokenizer "
                 f"{_said(self.values.get('pre_tokenizer'))}, which GGUF cannot say; it can say ByteLevel, and "
                 "SentencePiece's spaces (Replace with or without Prepend, or Metaspace with split false)"
             )
-        missing = [token for token in _byte_tokens() if token not in self.model.get("vocab", ())]
+        missing = [token for token in _BYTE_TOKENS if token not in self.model.get("vocab", ())]
         if missing or not self.model.get("byte_fallback"):  # llama.cpp writes unknown letters as bytes
             what = f"has no token {missing[0]}" if missing else "has byte_fallback false"
             raise formats.RunError(f"tokenizer.json: {what}; llama.cpp needs a token for each byte")
@@ -243,7 +230,7 @@ class _Source:
         self.values |= {"normalizer": {"type": "Sequence", "normalizers": normalizers}, "pre_tokenizer": None}
 
     def _free_added_tokens(self) -> list[str]:
-        """Lets added tokens be found anywhere and take no spaces, as GGUF has them; returns those that this changes."""
+        """Lets added tokens be found anywhere and take no spaces, as GGUF has them; returns the changed ones."""
         changed = []
         usual = {"single_word": False, "lstrip": False, "rstrip": False}
         if self.has_spaces:  # else what is normalized is NFC
@@ -267,24 +254,28 @@ class _Source:
         )
 
     def _token(self, name: str) -> int | None:
-        """Returns the token that a config names; None if none does, or if there is no such token."""
+        """Returns the token that a config names, or None."""
         text = self._special.named.get(name)
         number: int | None = None if text is None else self.tokenizer.token_to_id(text)
         return number
 
 
 def _of_bytes(source: _Source) -> Iterator[Values]:
-    """Yields what is particular to byte-level pair encoding (`gpt2`)."""
+    """Yields the fields of byte-level pair encoding (`gpt2`)."""
     pieces = _pieces(source.values["pre_tokenizer"])
-    rules = {rules for rules in dict.fromkeys(map(tuple, SPLITS.values())) if _pieces(splitter(rules)) == pieces}
-    names = [name for name, its in SPLITS.items() if tuple(its) in rules]
+    rules = {
+        rules
+        for rules in dict.fromkeys(map(tuple, tokenizer.SPLITS.values()))
+        if _pieces(tokenizer.splitter(rules)) == pieces
+    }
+    names = [name for name, its in tokenizer.SPLITS.items() if tuple(its) in rules]
     if not names:
         raise formats.RunError(
             "tokenizer.json: splits texts by rules that have no name in GGUF; those of these names are known: "
-            + ", ".join(sorted(SPLITS))
+            + ", ".join(sorted(tokenizer.SPLITS))
         )
     whole, begins = bool(source.model.get("ignore_merges")), source.first is not None
-    names.sort(key=lambda name: ((name in WHOLE_WORDS) != whole, (name in BEGIN) != begins))
+    names.sort(key=lambda name: ((name in tokenizer.WHOLE_WORDS) != whole, (name in tokenizer.BEGIN) != begins))
     merges = source.merges
     if not merges:
         raise formats.RunError("tokenizer.json: has no merges; llama.cpp loads no vocabulary without them")
@@ -298,10 +289,10 @@ def _of_bytes(source: _Source) -> Iterator[Values]:
 
 
 def _of_spaces(source: _Source, tokens: list[str]) -> Iterator[Values]:
-    """Yields what is particular to SentencePiece's spaces: scores (`llama`) and merges as Gemma 4 has them.
+    """Yields the fields of SentencePiece's spaces: scores (`llama`), and merges as Gemma 4 has them.
 
-    A score says when a token is made, whatever its parts: where the merges of a token do not follow each other, merges
-    say more. llama.cpp reads Gemma's without a space in front, always with a first token, and line by line.
+    A score ranks a token, whatever its parts: merges say more where those of a token do not follow each other.
+    llama.cpp reads Gemma's without a space in front, always with a first token, and line by line.
     """
     merges = source.merges
     ranks: dict[str, int] = {}
@@ -329,9 +320,9 @@ def _of_spaces(source: _Source, tokens: list[str]) -> Iterator[Values]:
 
 
 def _difference(source: _Source, fields: Values) -> str:
-    """Returns which text has other tokens when the metadata is read back; empty if none has."""
+    """Returns the text that has other tokens when the metadata is read back; empty if there is none."""
     try:
-        files = tokenizer_files(Metadata("tokenizer.json", fields, {}))
+        files = tokenizer.tokenizer_files(Metadata("tokenizer.json", fields, {}))
     except formats.CheckpointError as fault:
         raise formats.RunError(str(fault)) from fault
     values: Any = files["tokenizer.json"]
@@ -348,43 +339,38 @@ def _difference(source: _Source, fields: Values) -> str:
     if same_merges and bool(model.get("ignore_merges")) == values["model"]["ignore_merges"]:
         return ""
     known = set(added)  # which are found before words are merged
-    # The two merge differently; whether a text shows it, the texts of the tokens say, alone and a few together.
+    # The two merge differently. The texts of tokens show it, alone or a few together, if any text does.
     pieces = [text for text in model["vocab"] if text not in known]
     runs = ["".join(pieces[place : place + 8]) for place in range(0, len(pieces), 3)] if source.has_spaces else []
     for text in chain(pieces, runs):
-        if _merged(found, text) != _merged(source.tokenizer, text):
+        before, after = ([token.id for token in each.model.tokenize(text)] for each in (source.tokenizer, found))
+        if before != after:
             return f"the word {text[:40]!r} would have other tokens"
     return ""
 
 
 def _grouped(merges: Iterable[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Returns the merges of each token in their order, those of the same token sorted: scores do not order them."""
+    """Returns the merges by token. Those of a token are sorted: scores do not order them."""
     return [sorted(group) for _, group in groupby(merges, key="".join)]
 
 
-def _merged(tokenizer: Tokenizer, word: str) -> list[int]:
-    return [token.id for token in tokenizer.model.tokenize(word)]
-
-
 def _pieces(pre_tokenizer: Values) -> list[str]:
-    """Returns the words of the check text."""
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     splits = _tokenizer({"version": "1.0", "added_tokens": [], "pre_tokenizer": pre_tokenizer, "model": empty})
     return [piece for piece, _ in splits.pre_tokenizer.pre_tokenize_str(CHECK_TEXT)]
 
 
-def _tokenizer(values: Values | bytes) -> Tokenizer:
+def _tokenizer(values: Values) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_str(values.decode() if isinstance(values, bytes) else json.dumps(values))
+        made = Tokenizer.from_str(json.dumps(values))
     except Exception as fault:  # tokenizers raises nothing narrower
         raise formats.RunError(f"tokenizer.json: the tokenizers library cannot read it ({fault})") from fault
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    made.no_truncation()
+    made.no_padding()
+    return made
 
 
 def _steps(part: Any) -> list[Values]:
-    """Returns the steps of a normalizer or a pre-tokenizer."""
     if not isinstance(part, dict):
         return []
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -397,19 +383,3 @@ def _types(part: Any) -> list[str]:
 
 def _said(part: Any) -> str:
     return " + ".join(_types(part)) or "none"
-
-
-def _cuts_nothing(step: Values) -> bool:
-    """Returns whether a step splits at spaces, of which none are left after they are written as SentencePiece does."""
-    return step.get("type") == "Split" and step.get("pattern") == {"String": " "} and not step.get("invert")
-
-
-def _byte_tokens() -> list[str]:
-    return [f"<0x{number:02X}>" for number in range(256)]
-
-
-def _unused(number: int, vocabulary: Mapping[str, int]) -> str:
-    text = f"[PAD{number}]"
-    while text in vocabulary:
-        text = f"[{text}]"
-    return text

@@ -1,8 +1,4 @@
-"""A model as a GGUF file before it is written: its architecture, metadata, tensors, and the header's bytes.
-
-`gguf_model` finds the architecture by trying: metadata is made from the spec and read back as any GGUF file's, and the
-architecture is right if the same spec comes out. So no file is written that llama.cpp would compute otherwise.
-"""
+"""A model as a GGUF file before it is written: its architecture, metadata, tensors, and the header's bytes."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,35 +21,39 @@ from moe_pack.formats.gguf.metadata import model_metadata, not_loaded
 from moe_pack.formats.gguf.placing import placements
 from moe_pack.formats.pack import safetensors
 
-# What an architecture of another kind of model raises.
+# Errors of an architecture that is not the model's.
 _UNFIT = (placing.NoPlaceError, formats.CheckpointError, AssertionError, ZeroDivisionError, ValueError, IndexError)
 ALIGNMENT = 32  # of a tensor's first byte, the format's usual one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufModel:
-    """A model's architecture, its metadata by full key, and where its weights lie."""
+    """A model in a GGUF file."""
 
     architecture: str
-    metadata: Values
+    metadata: Values  # by full key
     placements: tuple[placing.AnyPlacement, ...]
 
 
 def gguf_model(spec: formats.ModelSpec) -> GgufModel:
-    """Returns how a GGUF file has a model.
+    """Returns a model as a GGUF file has it.
 
+    Each architecture is tried: it is right if metadata that is made from the spec is read back as the same spec. So no
+    file is written that llama.cpp computes otherwise.
     Args:    spec: of the source, without repeated neurons.
     Raises:  RunError if llama.cpp has no architecture that computes the same, with what differs.
     """
     others, faults = list[GgufModel](), list[str]()
     for name, architecture in ARCHITECTURES.items():
         try:
-            model = _model(spec, name, architecture)
+            metadata = model_metadata(spec, name)
+            places = tuple(placements(spec, architecture, Metadata(name, metadata, {})))
+            model = GgufModel(name, metadata, places)
             found = _read_back(model, architecture)
         except _UNFIT:
             continue
         differences = _differences(replace(found, family=spec.family), spec)
-        limit = not_loaded(spec, name)
+        limit = not_loaded(spec, name, architecture.own_head)
         if differences and found.family == spec.family:
             faults.append(f"llama.cpp's architecture {name!r} has another {', '.join(differences)}")
         elif not differences and limit is not None:
@@ -71,13 +71,8 @@ def gguf_model(spec: formats.ModelSpec) -> GgufModel:
     )
 
 
-def _model(spec: formats.ModelSpec, name: str, architecture: Architecture) -> GgufModel:
-    metadata = model_metadata(spec, name)
-    return GgufModel(name, metadata, tuple(placements(spec, architecture, Metadata(name, metadata, {}))))
-
-
 def _read_back(model: GgufModel, architecture: Architecture) -> formats.ModelSpec:
-    """Returns the model that the reader of GGUF files finds in the metadata and the tensors' shapes."""
+    """Returns the model that a reader finds in the metadata and the tensors' shapes."""
     tensors = {place.name: GgufTensor(place.name, "F32", place.shape, 0, 0, 0) for place in model.placements}
     constants = [place.values for place in model.placements if isinstance(place, placing.ConstantPlacement)]
     factors = constants[0].tolist() if constants else ()
@@ -86,7 +81,7 @@ def _read_back(model: GgufModel, architecture: Architecture) -> formats.ModelSpe
 
 
 def _differences(found: Any, expected: Any, name: str = "") -> "Sequence[str]":
-    """Returns the names of fields that differ; numbers that float32 does not tell apart are equal."""
+    """Returns the names of fields that differ, where numbers differ as float32."""
     if is_dataclass(found) and type(found) is type(expected):
         names = [(each.name, f"{name}.{each.name}" if name else each.name) for each in fields(found)]
         pairs = [(getattr(found, key), getattr(expected, key), full) for key, full in names]
@@ -105,7 +100,7 @@ def tensor_bytes(kind: str, shape: Sequence[int]) -> int:
 
 
 def block_values(kind: str) -> int:
-    """Returns how many values a block of a GGML type has."""
+    """Returns the number of values in a block of a GGML type."""
     package = gguf_package()
     return int(package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]][0])
 
@@ -124,17 +119,16 @@ def encode_rows(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
 def lay_out_parts(
     metadata: Values, parts: Sequence[Sequence[safetensors.StoredTensor]]
 ) -> list[safetensors.TensorFileLayout]:
-    """Returns the layouts of a model's files, of which the first has the metadata; with one part it is all there is.
+    """Returns the layouts of a model's files. The first has the metadata.
 
     Args:    parts: name, GGML type and shape of each tensor of a file.
     """
-    total = sum(map(len, parts))
     layouts = []
     for number, tensors in enumerate(parts):
         values: dict[str, Any] = dict(metadata) if number == 0 else {}
         if len(parts) > 1:
             values |= {"split.no": np.uint16(number), "split.count": np.uint16(len(parts))}
-            values |= {"split.tensors.count": np.int32(total)}
+            values |= {"split.tensors.count": np.int32(sum(map(len, parts)))}
         header = _header_bytes(values, tensors)
         end, entries = len(header), []
         for name, kind, shape in tensors:
@@ -145,7 +139,7 @@ def lay_out_parts(
 
 
 def _header_bytes(metadata: Mapping[str, Any], tensors: Sequence[safetensors.StoredTensor]) -> bytes:
-    """Returns the header as the `gguf` package writes it, up to the first tensor."""
+    """Returns the header of the `gguf` package, up to the first tensor."""
     package = gguf_package()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "header.gguf")
@@ -170,11 +164,7 @@ def _value_types(value: Any) -> tuple[Any, ...]:
     if isinstance(value, list):
         (inner,) = {_value_types(item)[0] for item in value}
         return kinds.ARRAY, kinds.INT32 if inner is kinds.UINT32 else inner
-    of = (
-        (bool, kinds.BOOL),
-        (np.uint16, kinds.UINT16),
-        (np.int32, kinds.INT32),
-        (int, kinds.UINT32),
-        (float, kinds.FLOAT32),
-    )
-    return (next((kind for each, kind in of if isinstance(value, each)), kinds.STRING),)
+    if isinstance(value, bool):  # which is an int, too
+        return (kinds.BOOL,)
+    of = {np.uint16: kinds.UINT16, np.int32: kinds.INT32, int: kinds.UINT32, float: kinds.FLOAT32}
+    return (next((kind for each, kind in of.items() if isinstance(value, each)), kinds.STRING),)

@@ -1,9 +1,6 @@
-"""The codecs: rows of weights as bytes, and bytes as weights. No other module of formats imports torch.
+"""The codecs: rows of weights as bytes, and back (docs/pack.md). No other module of formats imports torch.
 
-`calib/quantize/plain.py` chooses scales, zeros and codes; docs/pack.md specifies the bytes. Tensors may be on any
-device.
-
-To add a codec:
+`calib/quantize/plain.py` chooses scales, zeros and codes. Tensors may be on any device. To add a codec:
 
 1. plans.py: its name and a line of `CODECS`, from which sizes, faults, features and numbers follow.
 2. Here: a class with encode and decode, and a line in `_CODECS`. docs/pack.md: its number and its bytes.
@@ -12,8 +9,8 @@ To add a codec:
 4. Codes: calib/quantize/, or convert/kept.py if a source has them; then scales in convert/synthetic.py.
 5. Tests: tests/support/second_reader.py and named_formats.py.
 
-`TRELLIS_HASH` and `TRELLIS_LEVELS` are the tables of the codec `trellis`. They are part of the format
-(docs/trellis-tables.json) and never change. tests/bench/trellis_tables.py made them.
+`TRELLIS_HASH` and `TRELLIS_LEVELS` are part of the format (docs/trellis-tables.json) and never change.
+tests/bench/trellis_tables.py made them.
 """
 
 import numpy as np
@@ -72,31 +69,7 @@ TRELLIS_UNITS: dict[int, float] = {
 }
 
 
-class Bf16:
-    """Weights as little-endian bfloat16, two bytes each."""
-
-    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
-        self.num_cols = num_cols
-
-    def encode(self, weights: Tensor) -> Tensor:
-        """Returns rows of bytes for rows of weights, rounded to nearest even.
-
-        Args:    weights: [rows, num_cols] of any float dtype.
-        Returns: u8 [rows, 2 num_cols].
-        """
-        return weights.to(torch.bfloat16).contiguous().view(torch.uint8)
-
-    def decode(self, part: Tensor) -> Tensor:
-        """Returns float32 weights [rows, num_cols] for u8 [rows, 2 num_cols]."""
-        return _viewed(part, torch.bfloat16).to(torch.float32)
-
-
-class Affine:
-    """Weights as `(code - zero) * scale`, computed in float32 in that order: codes, then scales, then zeros.
-
-    Source: the arithmetic of hqq's `Quantizer.dequantize`, with which it agrees bit for bit.
-    """
-
+class _Codec:
     def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
         self.part = part
         self.num_cols = num_cols
@@ -104,11 +77,29 @@ class Affine:
         self.scale_bytes = part.scale_bytes(num_cols)
         self.num_groups = part.num_groups(num_cols)
 
+
+class Bf16(_Codec):
+    """Weights as little-endian bfloat16, two bytes each."""
+
+    def encode(self, weights: Tensor) -> Tensor:
+        """Returns u8 [rows, 2 num_cols] for weights [rows, num_cols] of any float dtype, rounded to nearest even."""
+        return weights.to(torch.bfloat16).contiguous().view(torch.uint8)
+
+    def decode(self, part: Tensor) -> Tensor:
+        """Returns float32 weights [rows, num_cols] for u8 [rows, 2 num_cols]."""
+        return _viewed(part, torch.bfloat16).to(torch.float32)
+
+
+class Affine(_Codec):
+    """Weights as `(code - zero) * scale`, computed in float32 in that order: codes, then scales, then zeros.
+
+    Source: the arithmetic of hqq's `Quantizer.dequantize`, with which it agrees bit for bit.
+    """
+
     def store_scales(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the stored bytes that are nearest to scales and zeros.
+        """Returns the nearest stored bytes, u8 [rows, scale_bytes], of scales and of zeros.
 
         Args:    scale, zero: float32 [rows, num_groups], scale not negative.
-        Returns: u8 [rows, scale_bytes] of the scales, and the same of the zeros.
         """
         if self.part.scale_bits == 16:
             return _float16_bytes(scale), _float16_bytes(zero)
@@ -121,10 +112,9 @@ class Affine:
         return _from_byte_scales(scales, signed=False), _from_byte_scales(zeros, signed=True)
 
     def encode(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """Returns rows of bytes: packed codes, scales, zeros.
+        """Returns rows of packed codes, scales and zeros: u8 [rows, part_bytes].
 
         Args:    codes: u8 [rows, num_cols], each below 2^width.   scales, zeros: from `store_scales`.
-        Returns: u8 [rows, part_bytes].
         """
         return torch.cat((pack_codes(codes, self.part.width), scales, zeros), dim=1)
 
@@ -138,12 +128,8 @@ class Affine:
         return grouped.sub_(zero.unsqueeze(2)).mul_(scale.unsqueeze(2)).view(-1, self.num_cols)
 
 
-class Fp8:
+class Fp8(_Codec):
     """Weights as `code * scale` in float32: E4M3 codes (no infinity), then a float32 scale for each 128 columns."""
-
-    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
-        self.part = part
-        self.num_cols = num_cols
 
     def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Returns rows of bytes for u8 codes [rows, num_cols] and float32 scales [rows, num_groups]."""
@@ -157,11 +143,8 @@ class Fp8:
         return weights.mul_(scale[:, : self.num_cols])
 
 
-class E5m2:
+class E5m2(_Codec):
     """Weights as `code * scale`: E5M2 codes, then one power of two a row. Stores a neuron of MXFP4's `down` exactly."""
-
-    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
-        self.num_cols = num_cols
 
     def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Returns rows of bytes for u8 codes [rows, num_cols] and E8M0 scales, u8 [rows, 1]."""
@@ -173,15 +156,11 @@ class E5m2:
         return _viewed(codes, torch.float8_e5m2).to(torch.float32).mul_(powers_of_two(scales))
 
 
-class Mxfp4:
+class Mxfp4(_Codec):
     """Weights as `code * scale`: E2M1 codes in planar blocks, then a power of two for each 32 columns.
 
     Source: OCP Microscaling Formats (MX) Specification, version 1.0, section 5.
     """
-
-    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
-        self.part = part
-        self.num_cols = num_cols
 
     def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Returns rows of bytes for u8 codes [rows, num_cols], 0 to 15, and E8M0 scales, u8 [rows, num_groups]."""
@@ -194,21 +173,15 @@ class Mxfp4:
         return weights.mul_(powers_of_two(scales).unsqueeze(2)).view(-1, self.num_cols)
 
 
-class Trellis:
+class Trellis(_Codec):
     """Weights as `level * scale`: two weights a step; the last three nibbles of the stream select their sets of levels.
 
-    Step t has a nibble n[t] of the stream. The byte `hash = newest[n[t]] ^ middle[n[t-1]] ^ oldest[n[t-2]]` selects a
-    set of levels for each of the step's two weights: the low four bits for the first, the high four for the second.
-    Widths above 4 have more bits that select a level in its set. Nibbles and these refinements are two planes of a row.
+    Step t has a nibble n[t]. The byte `hash = newest[n[t]] ^ middle[n[t-1]] ^ oldest[n[t-2]]` selects a set of levels
+    for each of the step's two weights: the low four bits for the first, the high four for the second. Widths above 4
+    have further bits that select a level in its set. A row has a plane of nibbles and a plane of these refinements.
     Source: trellis-coded quantization over a shift register, as in QTIP (arXiv 2406.11235), with sets of levels as in
     Marcellin and Fischer (1990). The hash of nibbles is our own: a processor looks it up with byte shuffles.
     """
-
-    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
-        self.part = part
-        self.num_cols = num_cols
-        self.code_bytes = part.code_bytes(num_cols)
-        self.num_groups = part.num_groups(num_cols)
 
     def store_scales(self, scale: Tensor) -> Tensor:
         """Returns the nearest stored bytes, u8 [rows, scale_bytes], for float32 scales [rows, num_groups], >= 0."""
@@ -221,9 +194,8 @@ class Trellis:
     def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Returns rows of bytes: the plane of nibbles, the plane of refinements, scales.
 
-        Args:    codes: u8 [rows, num_cols / 2], one a step: the nibble, then from bit 4 on the two bits of the first
-                 weight's refinement and those of the second's (`trellis_refinements` says how many are used).
-                 scales: from `store_scales`.
+        Args:    codes: u8 [rows, num_cols / 2], one a step: the nibble, then two bits from bit 4 on for each weight's
+                 refinement, of which `trellis_refinements` are used.   scales: from `store_scales`.
         """
         nibbles = (codes & 15).view(len(codes), -1, 2)
         planes = [nibbles[:, :, 0] | nibbles[:, :, 1] << 4]
@@ -256,15 +228,14 @@ class Trellis:
 
 
 def trellis_refinements(width: int) -> tuple[int, int]:
-    """Returns the bits that select a level in its set, of a step's first and second weight; `width` counts both."""
+    """Returns the bits that select a level in its set, of a step's two weights. `width` counts both weights' bits."""
     return (width - 4) // 2, (width - 3) // 2
 
 
 def trellis_windows(nibbles: Tensor) -> Tensor:
-    """Returns the last three nibbles of every step as one number below 4,096, the newest in the highest four bits.
+    """Returns the last three nibbles of every step as one number, the newest highest: int64 [rows, steps].
 
     Args:    nibbles: u8 [rows, steps]; zeros come before the first.
-    Returns: int64 [rows, steps].
     """
     padded = torch.nn.functional.pad(nibbles.to(torch.int64), (2, 0))
     return padded[:, 2:] << 8 | padded[:, 1:-1] << 4 | padded[:, :-2]
@@ -282,11 +253,6 @@ def trellis_levels(width: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(first), torch.from_numpy(second)
 
 
-def trellis_unit(width: int) -> float:
-    """Returns the scale for weights of unit variance, for which the levels of a trellis were made."""
-    return TRELLIS_UNITS[width]
-
-
 def trellis_columns(num_cols: int) -> Tensor:
     """Returns the two columns of every step, int64 [num_cols / 2, 2].
 
@@ -297,8 +263,7 @@ def trellis_columns(num_cols: int) -> Tensor:
     return torch.stack((first, first + 32), dim=1)
 
 
-def _columns_of_steps(values: Tensor) -> Tensor:
-    """Returns values of steps, [rows, steps], in the order of their first columns: [rows, blocks, 32]."""
+def _columns_of_steps(values: Tensor) -> Tensor:  # [rows, steps] to [rows, blocks, 32], in the order of first columns
     return values.view(len(values), -1, 16, 2).transpose(2, 3).flatten(2)
 
 
@@ -313,7 +278,6 @@ def _pack_refinements(values: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_refinements(packed: Tensor, bits: int) -> Tensor:
-    """Unpacks the result of `_pack_refinements`: u8 [rows, blocks, 4 bits] to u8 [rows, blocks, 32]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
     return ((packed[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(2)
 
@@ -387,7 +351,7 @@ def _unpack_plane(packed: Tensor, bits: int) -> Tensor:
 
 
 def _viewed(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a copy of bytes as another dtype, because a part may begin at an address unfit for the dtype."""
+    """Returns a copy of bytes as another dtype: a part may begin at an address unfit for the dtype."""
     return stored.clone(memory_format=torch.contiguous_format).view(dtype)
 
 

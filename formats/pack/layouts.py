@@ -1,12 +1,9 @@
 """The layout of a pack before its bytes exist: each file's size, each extent's place, each row's parts.
 
-The layout follows from the model's spec and the plan alone. So sizes are known before the conversion, and the writer
-and the reader compute the same places.
-
-A row is all that one neuron (or one output of a dense matrix) needs, and depends on no other row's bytes: the codes of
-its parts, each on a multiple of 16 bytes, then their scales, zeros and biases, then a CRC-32, padded to 16 bytes.
-Selectors, records and dense matrices have the same kind of rows.
-docs/pack.md specifies them.
+The layout follows from the model's spec and the plan alone: sizes are known before the conversion, and writer and
+reader compute the same places. A row is all that one neuron (or one output of a dense matrix) needs: the codes of its
+parts, each on a multiple of 16 bytes, then their scales, zeros and biases, then a CRC-32, padded to 16 bytes
+(docs/pack.md).
 """
 
 import zlib
@@ -33,32 +30,32 @@ class Part:
     name: str
     format: plans.PartFormat
     offset: int  # where its codes begin
-    scales_offset: int  # where its scales, its zeros and then its bias, if any, begin
+    scales_offset: int  # where its scales begin; its zeros and its bias, if any, follow
     code_bytes: int
     num_bytes: int  # of codes, scales and zeros
     has_bias: bool
 
     @property
     def bias_offset(self) -> int:
-        """Where the part's float32 bias is, if it has one."""
+        """The place of the part's float32 bias, if it has one."""
         return self.scales_offset + self.num_bytes - self.code_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The places in a row with `num_cols` weights a part; `row_bytes` includes CRC and padding."""
+    """The places in a row of `num_cols` weights a part."""
 
     parts: tuple[Part, ...]
     num_cols: int
     crc_offset: int
-    row_bytes: int
+    row_bytes: int  # with CRC and padding
 
     def part(self, name: str) -> Part | None:
         """Returns the part called `name`, or None."""
         return next((part for part in self.parts if part.name == name), None)
 
 
-def row_layout(parts: list[tuple[str, plans.PartFormat, bool]], num_cols: int) -> RowLayout:
+def row_layout(parts: Sequence[tuple[str, plans.PartFormat, bool]], num_cols: int) -> RowLayout:
     """Returns the layout of rows with these parts: name, format, whether a float32 bias follows."""
     placed, end = [], 0
     offsets = []
@@ -72,13 +69,8 @@ def row_layout(parts: list[tuple[str, plans.PartFormat, bool]], num_cols: int) -
     return RowLayout(tuple(placed), num_cols, end, _row_bytes(end))
 
 
-def extra_layout(num_floats: int) -> RowLayout | None:
-    """Returns the layout of a row of `num_floats` float32 values, CRC and padding; None for no values."""
-    return RowLayout((), num_floats, 4 * num_floats, _row_bytes(4 * num_floats)) if num_floats else None
-
-
 def plain_layout(num_values: int, dtype: str) -> RowLayout:
-    """Returns the layout of a row of values of a 16- or 32-bit dtype, CRC and padding, as in an n-gram table."""
+    """Returns the layout of a row of values of a 16- or 32-bit dtype, CRC and padding."""
     num_bytes = num_values * safetensors.DTYPE_BYTES[dtype]
     return RowLayout((), num_values, num_bytes, _row_bytes(num_bytes))
 
@@ -108,7 +100,7 @@ class ExpertLayout:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the extent: selector, records, extra."""
+        """The bytes of the extent."""
         return self.selector_bytes + self.records_bytes + self.extra_bytes
 
     @property
@@ -117,11 +109,11 @@ class ExpertLayout:
         return self.extra.row_bytes if self.extra else 0
 
     def rows(self) -> tuple[RowLayout, ...]:
-        """Returns the layouts of the rows that the extent has."""
+        """Returns the layouts of all its rows."""
         return tuple(rows for rows in (self.selector, self.records, self.extra) if rows is not None)
 
     def find(self, matrix: specs.Matrix) -> tuple[RowLayout, Part, int] | None:
-        """Returns the rows with `matrix`, its part in them, and their offset in the extent; None without the matrix."""
+        """Returns the rows with `matrix`, its part in them, and their offset in the extent; None if it has none."""
         if self.selector is not None and (part := self.selector.part(matrix)) is not None:
             return self.selector, part, 0
         part = self.records.part(matrix)
@@ -131,7 +123,7 @@ class ExpertLayout:
 def expert_layout(
     expert: plans.ExpertFormat, selector: specs.Selector, spec: specs.ExpertSpec, hidden_size: int
 ) -> ExpertLayout:
-    """Returns the layout of an expert with the formats `expert` and this selector kind."""
+    """Returns the layout of an expert with these formats and this selector kind."""
 
     def rows(matrices: tuple[specs.Matrix, ...]) -> RowLayout:
         parts = [
@@ -139,14 +131,14 @@ def expert_layout(
             for m in specs.MATRICES
             if m in matrices and (part := expert.of(m)) is not None
         ]
-        return row_layout(list(parts), hidden_size)
+        return row_layout(parts, hidden_size)
 
     selected = specs.selector_matrices(selector, spec.matrices)
     return ExpertLayout(
         selector=rows(selected) if selected else None,
         records=rows(specs.record_matrices(selector, spec.matrices)),
         num_rows=spec.intermediate_size,
-        extra=extra_layout(spec.extra_floats),
+        extra=plain_layout(spec.extra_floats, "F32") if spec.extra_floats else None,
     )
 
 
@@ -164,10 +156,7 @@ def write_rows(layout: RowLayout, sections: Mapping[str, Bytes2D], out: Bytes2D)
 
 
 def seal_rows(layout: RowLayout, out: Bytes2D) -> None:
-    """Writes the CRC and the zero padding of rows whose parts are already written.
-
-    Args:    out: u8 [rows, row_bytes].
-    """
+    """Writes the CRC and the zero padding of u8 [rows, row_bytes] whose parts are already written."""
     out[:, layout.crc_offset :] = 0
     crcs = row_crcs(layout, out)
     out[:, layout.crc_offset : layout.crc_offset + 4] = crcs.astype("<u4").view(np.uint8).reshape(-1, 4)
@@ -185,8 +174,7 @@ def row_crcs(layout: RowLayout, rows: Bytes2D) -> NDArray[np.uint32]:
 def check_rows(layout: RowLayout, rows: Bytes2D, place: str, numbers: int | NDArray[np.int64] = 0) -> None:
     """Checks every row's CRC and that its padding is zero.
 
-    Args:    rows: u8 [rows, row_bytes].   place, numbers: what they are, for messages; the number of the first of rows
-             that follow each other, or the number of each.
+    Args:    rows: u8 [rows, row_bytes].   place: for messages.   numbers: the number of the first row, or of each.
     Raises:  PackError that names the first damaged row.
     """
 
@@ -249,7 +237,7 @@ class NgramLayout:
 
     @property
     def offset(self) -> int:
-        """Where row 0 begins in the file."""
+        """The place of row 0 in the file."""
         return len(self.file.header)
 
 
@@ -283,7 +271,7 @@ class PackLayout:
     ngrams: tuple[NgramLayout, ...] = ()
 
     def files(self) -> Iterator[tuple[str, safetensors.TensorFileLayout]]:
-        """Yields name and layout of each large file: those that are laid out before they are written."""
+        """Yields name and layout of each large file. These are laid out before they are written."""
         yield DENSE_FILE, self.dense_file
         for layer, file in zip(self.spec.moe_layers, self.expert_files, strict=True):
             yield experts_file(layer), file
@@ -306,7 +294,9 @@ class PackLayout:
             yield Item("header", UNUSED_FILE, 0, len(self.unused_file.header))
             for entry in self.unused_file.entries:
                 if not entry.name.startswith("pad."):
-                    yield from _unused_items(entry)
+                    for offset, size in safetensors.split_bytes(entry.offset, entry.num_bytes, _PIECE_BYTES):
+                        start = offset - entry.offset
+                        yield Item("unused", UNUSED_FILE, offset, size, role=entry.name, start=start)
         for place, table in enumerate(self.ngrams):
             yield Item("header", ngrams_file(table.layer), 0, len(table.file.header))
             yield from _table_items(place, table)
@@ -319,11 +309,6 @@ def _dense_items(entry: safetensors.TensorEntry) -> Iterator[Item]:
         rows = min(step, num_rows - first)
         offset = entry.offset + first * row_bytes
         yield Item("dense", DENSE_FILE, offset, rows * row_bytes, role=entry.name, first_row=first)
-
-
-def _unused_items(entry: safetensors.TensorEntry) -> Iterator[Item]:
-    for offset, size in safetensors.split_bytes(entry.offset, entry.num_bytes, _PIECE_BYTES):
-        yield Item("unused", UNUSED_FILE, offset, size, role=entry.name, start=offset - entry.offset)
 
 
 def _table_items(place: int, table: NgramLayout) -> Iterator[Item]:
@@ -343,9 +328,9 @@ def pack_layout(
 ) -> PackLayout:
     """Returns the layout of the pack of a model with `plan`.
 
-    Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`. F8_E4M3
-             tensors that are not quantized are stored in rows of `fp8`.   unused: tensors that the pack keeps, but that
-             are not run.   table_dtypes: of the n-gram table of each layer that has one; none: BF16.
+    Args:    dense_dtypes: the source's safetensors dtypes, in the order of `dense_roles`; F8_E4M3 that the plan keeps
+             is stored in rows of `fp8`.   unused: tensors that are kept, but not run.   table_dtypes: of the n-gram
+             table of each layer that has one; none: BF16.
     Raises:  PlanError if the plan is for another model, or has formats that its rows do not allow.
     """
     fault = plans.plan_fault(plan, spec)
@@ -363,10 +348,7 @@ def pack_layout(
 
 
 def _kept(role: DenseRole, dtype: str) -> tuple[str, plans.PartFormat | None]:
-    """Returns dtype and format of a dense tensor that keeps the source's values: its own dtype, or FP8 in rows.
-
-    FP8 is decoded to float32 if a row is not a multiple of 64 values.
-    """
+    """Returns dtype and format of a dense tensor that keeps the source's values; FP8 is F32 in rows of unfit length."""
     if dtype != "F8_E4M3":
         return dtype, None
     return ("F32", None) if plans.format_fault(plans.FP8, role.shape[-1]) else (dtype, plans.FP8)
@@ -382,8 +364,7 @@ def layout_of(
     """Returns the layout of a pack.
 
     Args:    experts: [MoE layer][expert].   dense_formats: for each of `dense_roles`, the dtype in the source and the
-             format of its rows; None stores the source's bytes.   unused: tensors that are kept, but not run.
-             table_dtypes: as for `pack_layout`.
+             format of its rows; None stores the source's bytes.   unused, table_dtypes: as for `pack_layout`.
     """
     roles = specs.dense_roles(spec)
     rows = [
@@ -410,21 +391,15 @@ def layout_of(
 def _tables(spec: specs.ModelSpec, dtypes: Sequence[str]) -> tuple[NgramLayout, ...]:
     if spec.ngrams is None:
         return ()
-    layers = spec.ngrams.layers
-    return tuple(
-        table_layout(*spec.ngrams.table_shape(layer), layer, dtype)
-        for layer, dtype in zip(layers, dtypes or ("BF16",) * len(layers), strict=True)
-    )
-
-
-def table_layout(num_rows: int, row_values: int, layer: int, dtype: str) -> NgramLayout:
-    """Returns the layout of the n-gram table of a decoder layer: rows begin on the first disk block after a header.
-
-    A row's tensor has the values of the source and, as further values of its dtype, the row's CRC-32 and padding.
-    """
-    rows = plain_layout(row_values, dtype)
-    shape = (num_rows, rows.row_bytes // safetensors.DTYPE_BYTES[dtype])
-    return NgramLayout(layer, dtype, rows, num_rows, safetensors.lay_out([[(TABLE, dtype, shape)]], DISK_BLOCK_BYTES))
+    tables, layers = [], spec.ngrams.layers
+    for layer, dtype in zip(layers, dtypes or ("BF16",) * len(layers), strict=True):
+        num_rows, row_values = spec.ngrams.table_shape(layer)
+        rows = plain_layout(row_values, dtype)
+        # A row has the source's values and, as further values of their dtype, its CRC-32 and padding.
+        shape = (num_rows, rows.row_bytes // safetensors.DTYPE_BYTES[dtype])
+        file = safetensors.lay_out([[(TABLE, dtype, shape)]], DISK_BLOCK_BYTES)
+        tables.append(NgramLayout(layer, dtype, rows, num_rows, file))
+    return tuple(tables)
 
 
 def whole_blocks(num_bytes: int) -> int:

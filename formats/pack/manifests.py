@@ -1,12 +1,9 @@
 """The tables of a pack: `index.safetensors`, thresholds, order, rotation, `manifest.json` and `source.json`.
 
-The index has the facts of every expert as arrays `[L, E]`: L MoE layers of E experts. Formats are stored in the order
-gate, up, down. Every array is checked as a whole; offsets and sizes must be those that follow from the formats
-(`layout`).
-
-The manifest says what the pack is, which files it has, and the digests that prove them. It has no time, host, number of
-workers or measurement, so that the same conversion makes the same bytes. `source.json` says what became of every tensor
-of the checkpoint. docs/pack.md specifies all of them.
+The index has the facts of every expert as arrays `[L, E]`: L MoE layers of E experts. Formats stand in the order gate,
+up, down. The manifest says what the pack is, which files it has, and their digests. It has no time, host, number of
+workers or measurement: the same conversion makes the same bytes. `source.json` has the fate of every tensor of the
+checkpoint. docs/pack.md specifies all of them.
 """
 
 import hashlib
@@ -33,7 +30,6 @@ ROTATION_FILE = "rotation.safetensors"
 
 NO_PART = 0  # codec of a matrix that the expert does not have
 _CODEC_NAMES = {facts.number: name for name, facts in plans.CODECS.items()}
-_NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
 
 Array = NDArray[Any]
 
@@ -62,12 +58,9 @@ _INDEX_ARRAYS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 
 
 def index_bytes(layout: layouts.PackLayout, plan: plans.Plan, digests: Mapping[tuple[int, int], Digests]) -> bytes:
-    """Returns the bytes of a pack's `index.safetensors`.
-
-    Args:    digests: by MoE layer index and expert.
-    """
+    """Returns the bytes of `index.safetensors`. `digests`: by MoE layer index and expert."""
     L, E = len(layout.experts), layout.spec.router.num_experts
-    arrays = {name: np.zeros((L, E, *tail), _NUMPY_DTYPES[dtype]) for name, dtype, tail in _INDEX_ARRAYS}
+    arrays = {name: np.zeros((L, E, *tail), safetensors.NUMPY_DTYPES[dtype]) for name, dtype, tail in _INDEX_ARRAYS}
     for l in range(L):
         for e in range(E):
             expert = layout.experts[l][e]
@@ -84,27 +77,24 @@ def index_bytes(layout: layouts.PackLayout, plan: plans.Plan, digests: Mapping[t
                     arrays["width"][l, e, m] = part.width
                     arrays["group"][l, e, m] = part.group
                     arrays["scale_bits"][l, e, m] = part.scale_bits
-    return safetensors.assemble(
-        (name, dtype, arrays[name].shape, arrays[name].tobytes()) for name, dtype, _ in _INDEX_ARRAYS
-    )
+    return safetensors.assemble((name, dtype, arrays[name]) for name, dtype, _ in _INDEX_ARRAYS)
 
 
 def thresholds_bytes(thresholds: NDArray[np.float32]) -> bytes:
     """Returns the bytes of `thresholds.safetensors` for thresholds `[L, E]`."""
-    return safetensors.assemble([("threshold", "F32", thresholds.shape, thresholds.astype("<f4").tobytes())])
+    return safetensors.assemble([("threshold", "F32", thresholds)])
 
 
 def order_bytes(order: NDArray[np.uint32]) -> bytes:
     """Returns the bytes of `order.safetensors`: in `[L, E, f]`, `order[l, e, j]` is the source's neuron in row `j`."""
-    return safetensors.assemble([("order", "U32", order.shape, order.astype("<u4").tobytes())])
+    return safetensors.assemble([("order", "U32", order)])
 
 
 def read_arrays(
     raw: bytes, entries: Mapping[str, Any], place: str, wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, Array]:
-    """Returns the arrays of a small safetensors file, which must be exactly those of `wanted`.
+    """Returns the arrays of a small safetensors file. `wanted`: dtype and shape of each by name.
 
-    Args:    entries: the file's `TensorEntry` by name.   wanted: dtype and shape by name.
     Raises:  PackError for an array that is missing, unknown, or of another dtype or shape.
     """
     for name in entries:
@@ -119,27 +109,24 @@ def read_arrays(
             raise PackError(
                 f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {dtype} {list(shape)}"
             )
-        flat = np.frombuffer(raw, _NUMPY_DTYPES[dtype], entry.num_bytes // safetensors.DTYPE_BYTES[dtype], entry.offset)
-        arrays[name] = flat.reshape(shape)
+        count = entry.num_bytes // safetensors.DTYPE_BYTES[dtype]
+        arrays[name] = np.frombuffer(raw, safetensors.NUMPY_DTYPES[dtype], count, entry.offset).reshape(shape)
     return arrays
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The checked index of a pack: arrays `[L, E]`, and `experts[l][e]` as formats."""
+    """The checked index of a pack."""
 
-    offset: Array
+    offset: Array  # [L, E]; likewise the other arrays
     size: Array
     crc32: Array
     sha256: Array
-    experts: tuple[tuple[plans.ExpertFormat, ...], ...]
+    experts: tuple[tuple[plans.ExpertFormat, ...], ...]  # [l][e]
     _row_bytes: tuple[Array, Array]
 
     def check_layout(self, layout: layouts.PackLayout) -> None:
-        """Checks that offsets and sizes are those that follow from the formats.
-
-        Raises:  PackError that names the first expert where they differ.
-        """
+        """Checks that offsets and sizes follow from the formats. Raises PackError with the first that does not."""
         experts = layout.experts
         wanted = {
             "offset": (self.offset, [list(layer) for layer in layout.offsets]),
@@ -162,7 +149,7 @@ class Index:
 def read_index(raw: bytes, entries: Mapping[str, Any], spec: specs.ModelSpec) -> Index:
     """Reads the bytes of `index.safetensors` and checks its formats against the model.
 
-    Raises:  PackError for arrays that are missing or have another shape, and for unknown codecs, widths or groups.
+    Raises:  PackError for missing or wrong arrays, and for unknown codecs, widths or groups.
     """
     shape = (len(spec.moe_layers), spec.router.num_experts)
     wanted = {name: (dtype, (*shape, *tail)) for name, dtype, tail in _INDEX_ARRAYS}
@@ -185,8 +172,7 @@ def _expert_format(facts: list[list[int]], spec: specs.ModelSpec) -> plans.Exper
         if name is None or matrix not in spec.expert.matrices:
             raise PackError(f"{INDEX_FILE}: unknown codec {codec} for {matrix}")
         part = plans.PartFormat(name, width, group, scale_bits)
-        fault = plans.format_fault(part, spec.hidden_size)
-        if fault:
+        if fault := plans.format_fault(part, spec.hidden_size):
             raise PackError(f"{INDEX_FILE}: format of {matrix}: {fault}")
         parts[matrix] = part
     up, down = parts["up"], parts["down"]
@@ -195,20 +181,16 @@ def _expert_format(facts: list[list[int]], spec: specs.ModelSpec) -> plans.Exper
 
 
 def read_thresholds(raw: bytes, entries: Mapping[str, Any], spec: specs.ModelSpec) -> NDArray[np.float32]:
-    """Reads thresholds `[L, E]`, which must be finite and not negative.
-
-    Raises:  PackError that names the first wrong one.
-    """
+    """Reads thresholds `[L, E]`. Raises PackError for the first that is not finite, or negative."""
     shape = (len(spec.moe_layers), spec.router.num_experts)
     thresholds = read_arrays(raw, entries, THRESHOLDS_FILE, {"threshold": ("F32", shape)})["threshold"]
-    fault = thresholds_fault(thresholds)
-    if fault:
+    if fault := thresholds_fault(thresholds):
         raise PackError(f"{THRESHOLDS_FILE}: {fault}")
     return thresholds
 
 
 def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
-    """Returns what is wrong with the first wrong threshold of `[L, E]`; empty if all are right."""
+    """Returns the fault of the first wrong threshold of `[L, E]`; empty if there is none."""
     wrong = np.argwhere(~(np.isfinite(thresholds) & (thresholds >= 0)))
     if not wrong.size:
         return ""
@@ -217,23 +199,16 @@ def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
 
 
 def read_order(raw: bytes, entries: Mapping[str, Any], spec: specs.ModelSpec) -> NDArray[np.uint32]:
-    """Reads the neuron order `[L, E, f]`: a permutation for each expert in which `repeats` neurons stand twice.
-
-    Raises:  PackError that names the first expert whose order is another.
-    """
+    """Reads the neuron order `[L, E, f]`. Raises PackError for the first expert whose order is wrong."""
     shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
     order = read_arrays(raw, entries, ORDER_FILE, {"order": ("U32", shape)})["order"]
-    fault = order_fault(order, spec.expert.source_size)
-    if fault:
+    if fault := order_fault(order, spec.expert.source_size):
         raise PackError(f"{ORDER_FILE}: {fault}")
     return order
 
 
 def order_fault(order: NDArray[np.uint32], num_neurons: int) -> str:
-    """Returns which expert of `[L, E, f]` is the first with a wrong order; empty if all are right.
-
-    All of `num_neurons` must be in an order, each once or twice.
-    """
+    """Returns the fault of the first expert of `[L, E, f]` whose order lacks a neuron or has one thrice; or empty."""
     for l, layer in enumerate(order):  # a layer at a time: sorting copies it
         rows = np.sort(layer, axis=1)
         steps = np.diff(rows.astype(np.int64), axis=1)
@@ -247,10 +222,10 @@ def order_fault(order: NDArray[np.uint32], num_neurons: int) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotationVectors:
-    """The vectors of the rotated coordinates in which layers store their experts: f32 [L, d] each.
+    """The vectors of layers whose experts are stored in rotated coordinates: f32 [L, d] each.
 
-    A layer's experts get `R (input * x)`, and `output * R y` is added for their weighted sum y; the rotation R is fixed
-    (docs/model.md). The rows of a layer that is not rotated are zeros.
+    The experts get `R (input * x)`, and `output * R y` is added for their weighted sum y; the rotation R is fixed
+    (docs/model.md). Rows of other layers are zeros.
     """
 
     input: NDArray[np.float32]
@@ -267,26 +242,21 @@ class RotationVectors:
 
 def rotation_bytes(vectors: RotationVectors) -> bytes:
     """Returns the bytes of `rotation.safetensors`."""
-    arrays = (("input", vectors.input), ("output", vectors.output))
-    return safetensors.assemble((name, "F32", array.shape, array.astype("<f4").tobytes()) for name, array in arrays)
+    return safetensors.assemble([("input", "F32", vectors.input), ("output", "F32", vectors.output)])
 
 
 def read_rotation(raw: bytes, entries: Mapping[str, Any], spec: specs.ModelSpec) -> RotationVectors:
-    """Reads the vectors of rotated layers.
-
-    Raises:  PackError that names the first layer whose vectors are not allowed.
-    """
+    """Reads the vectors of rotated layers. Raises PackError for the first layer whose vectors are not allowed."""
     shape = (len(spec.moe_layers), spec.hidden_size)
     arrays = read_arrays(raw, entries, ROTATION_FILE, {"input": ("F32", shape), "output": ("F32", shape)})
     vectors = RotationVectors(arrays["input"].copy(), arrays["output"].copy())  # the file's bytes are not kept
-    fault = rotation_fault(vectors)
-    if fault:
+    if fault := rotation_fault(vectors):
         raise PackError(f"{ROTATION_FILE}: {fault}")
     return vectors
 
 
 def rotation_fault(vectors: RotationVectors) -> str:
-    """Returns what is wrong with the first wrong vector; empty if all are right and at least one layer is rotated."""
+    """Returns the fault of the first wrong vector; empty if there is none and at least one layer is rotated."""
     for l in range(len(vectors.input)):
         rotated = vectors.is_rotated(l)
         for name, values in (("input", vectors.input[l]), ("output", vectors.output[l])):
@@ -334,12 +304,12 @@ class ContentFile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFile:
-    """The file of a layer's experts. The digest is of its header; the index has a digest for each extent."""
+    """The file of a layer's experts. The index has a digest for each extent."""
 
     name: str
     bytes: int
     header_bytes: int
-    header_sha256: str
+    header_sha256: str  # of the header alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +349,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest. `conversion`: the digest of source, plan and versions.   `root`: the digest of the content."""
+    """The manifest."""
 
     format: Literal["moe-pack"]
     version: int
@@ -388,12 +358,12 @@ class Manifest:
     selector: specs.Selector
     quantizer: plans.Quantizer
     made_with: tuple[PackageVersion, ...]
-    conversion: str
+    conversion: str  # the digest of source, plan and versions
     dense: tuple[QuantizedDense, ...]
     files: tuple[ContentFile, ...]
     expert_files: tuple[ExpertFile, ...]
     totals: Totals
-    root: str
+    root: str  # the digest of the content
     sha256: str
 
 
@@ -405,7 +375,7 @@ def root_digest(files: tuple[ContentFile, ...], expert_files: tuple[ExpertFile, 
 
 
 def root_without_thresholds(manifest: Manifest) -> str:
-    """Returns the root digest of all files but the thresholds. It stays the same when thresholds are rewritten."""
+    """Returns the root digest of all files but the thresholds, which may be rewritten."""
     files = tuple(file for file in manifest.files if file.name != THRESHOLDS_FILE)
     return root_digest(files, manifest.expert_files)
 
@@ -418,10 +388,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def read_manifest(raw: bytes) -> Manifest:
-    """Reads the bytes of `manifest.json` and checks digest, version, features, names, totals and root.
-
-    Raises:  PackError for the first fault.
-    """
+    """Reads `manifest.json`; checks digest, version, features, names, totals and root. Raises PackError."""
     if len(raw) > MAX_MANIFEST_BYTES:
         raise PackError(f"{MANIFEST_FILE}: {len(raw)} bytes, at most {MAX_MANIFEST_BYTES}")
     values = json_files.parse(raw, MANIFEST_FILE, PackError)
@@ -478,10 +445,7 @@ def table_files(spec: specs.ModelSpec) -> tuple[str, ...]:
 
 
 def check_size_and_digest(name: str, num_bytes: int, digest: str, place: str = MANIFEST_FILE) -> None:
-    """Checks what the file `place` lists of another file: its size, and a digest.
-
-    Raises:  PackError if no file can have them.
-    """
+    """Checks the size and the digest of a file that `place` lists. Raises PackError if no file can have them."""
     if not 0 <= num_bytes < 2**62:
         raise PackError(f"{place}: file {name!r} has {num_bytes} bytes, expected 0 to 2^62 - 1")
     if not _HEX.fullmatch(digest):
@@ -489,8 +453,7 @@ def check_size_and_digest(name: str, num_bytes: int, digest: str, place: str = M
 
 
 def _check_meaning(manifest: Manifest) -> None:
-    fault = specs.spec_fault(manifest.model)
-    if fault:
+    if fault := specs.spec_fault(manifest.model):
         raise PackError(f"{MANIFEST_FILE}: model: {fault}")
     for file in manifest.files:
         most = _most_bytes(file.name, manifest.model)
@@ -516,7 +479,7 @@ def _check_meaning(manifest: Manifest) -> None:
 
 
 def _most_bytes(name: str, spec: specs.ModelSpec) -> int | None:
-    """Returns the most bytes that a file may have which is read whole; None for those that are read in parts."""
+    """Returns the most bytes of a file that is read whole; None for files that are read in parts."""
     if name in (*COPIED_FILES, SOURCE_FILE):
         return MAX_SMALL_BYTES
     if name in (INDEX_FILE, THRESHOLDS_FILE, ORDER_FILE, ROTATION_FILE):
@@ -546,16 +509,14 @@ class SourceTensor:
     shape: tuple[int, ...]
     fate: Fate
     reason: str  # why it is unused or dropped; empty for other fates
-    # The number of the model's weights in it, if that is not the usual one: of words with packed codes, and of a tensor
-    # of which the model uses a part.
+    # The number of the model's weights, if it is not the usual one: in words of packed codes, and in a tensor of which
+    # the model uses a part.
     weights: int | None = json_files.added(None)
-    decoded_from: str | None = json_files.added(
-        None
-    )  # the type in the file, if `dtype` is that of values decoded from it
+    decoded_from: str | None = json_files.added(None)  # the type in the file, if values of `dtype` were decoded from it
 
     @property
     def num_weights(self) -> int:
-        """The number of the model's weights in it: none in scales, usually one an element, two in MXFP4 codes."""
+        """The number of the model's weights in it: no scales, usually one an element, two in MXFP4 codes."""
         if self.fate not in ("packed", "resident", "table"):
             return 0
         return math.prod(self.shape) * (2 if self.dtype == "U8" else 1) if self.weights is None else self.weights
@@ -577,10 +538,10 @@ def account_bytes(files: Iterable[SourceFile], tensors: Iterable[SourceTensor]) 
     return json_files.canonical(json_files.dump(account))
 
 
-# The account of a synthetic pack: it has no checkpoint, its weights are random.
+# A synthetic pack has no checkpoint: its weights are random.
 NO_SOURCE = account_bytes((), ())
 
 
 def read_account(raw: bytes) -> SourceAccount:
-    """Reads the bytes of `source.json`. Raises PackError if they are not a source account."""
+    """Reads the bytes of `source.json`. Raises PackError."""
     return json_files.load(SourceAccount, json_files.parse(raw, SOURCE_FILE, PackError), SOURCE_FILE, PackError)

@@ -1,8 +1,4 @@
-"""The plan of a pack: the selector kind and, for every matrix, its codec, width and group.
-
-This file has the facts of codecs and counts of bytes. `codecs` turns weights into these bytes, `layouts` puts them into
-rows.
-"""
+"""The plan of a pack: the selector kind and, for every matrix, its codec, width and group; the facts of codecs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,7 +63,7 @@ class PartFormat:
         return CODECS[self.codec]
 
     def num_groups(self, num_cols: int) -> int:
-        """Returns the number of groups in a row of `num_cols` values; the last may be shorter."""
+        """Returns the number of groups in a row; the last may be shorter."""
         if not self.facts.has_scales:
             return 0
         return 1 if self.group == ROW_GROUP else -(-num_cols // self.group)
@@ -122,8 +118,11 @@ E5M2, MXFP4 = _one_format("e5m2"), _one_format("mxfp4")
 def format_fault(part: PartFormat, num_cols: int) -> str | None:
     """Returns why rows of `num_cols` values cannot be stored as `part`, or None."""
     facts = part.facts
-    if not part.is_quantized and part != _one_format(part.codec):
-        return _only_fault(part, _one_format(part.codec))
+    if not part.is_quantized and part != (only := _one_format(part.codec)):
+        if part.scale_bits != only.scale_bits:
+            return f"{part.codec} has scales of {only.scale_bits} bits, found {part.scale_bits}"
+        groups = f"groups of {only.group}" if only.group else "no groups"
+        return f"{part.codec} has width {only.width} and {groups}, found width {part.width}, group {part.group}"
     if not facts.has_scales:
         return None
     if part.width not in facts.widths:
@@ -154,13 +153,6 @@ def quantizer_fault(part: PartFormat, quantizer: Quantizer) -> str | None:
 def dense_quantizer(quantizer: Quantizer) -> Quantizer:
     """Returns the quantizer of dense matrices: the experts', or HQQ for `calibrated`, which needs experts' inputs."""
     return "hqq" if quantizer == "calibrated" else quantizer
-
-
-def _only_fault(part: PartFormat, expected: PartFormat) -> str:
-    if part.scale_bits != expected.scale_bits:
-        return f"{part.codec} has scales of {expected.scale_bits} bits, found {part.scale_bits}"
-    groups = f"groups of {expected.group}" if expected.group else "no groups"
-    return f"{part.codec} has width {expected.width} and {groups}, found width {part.width}, group {part.group}"
 
 
 def part_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
@@ -197,26 +189,17 @@ class ExpertFormat:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The formats of a pack: `experts[l][e]` for the l-th MoE layer; `dense` in the order of `dense_roles`.
-
-    A dense tensor whose format is None keeps the source's bytes. `repeats`: how many neurons of each expert have two
-    rows (`ExpertSpec`); only calibrated codes have some.
-    """
+    """The formats of a pack."""
 
     selector: specs.Selector
     quantizer: Quantizer
-    experts: tuple[tuple[ExpertFormat, ...], ...]
-    dense: tuple[PartFormat | None, ...]
-    repeats: int = added(0)
-
-
-def planned_repeats(spec: specs.ModelSpec, quantizer: Quantizer) -> int:
-    """Returns the repeats of a plan for a spec `with_repeats`: none if the quantizer cannot choose the neurons."""
-    return spec.expert.repeats if quantizer == "calibrated" else 0
+    experts: tuple[tuple[ExpertFormat, ...], ...]  # [l][e] for the l-th MoE layer
+    dense: tuple[PartFormat | None, ...]  # in the order of `dense_roles`; None keeps the source's bytes
+    repeats: int = added(0)  # neurons of each expert with two rows (`ExpertSpec`); only calibrated codes have some
 
 
 def uniform_dense(spec: specs.ModelSpec, part: PartFormat | None) -> tuple[PartFormat | None, ...]:
-    """Returns the formats of all dense tensors if those that allow `part` are stored so; None stores none so."""
+    """Returns the formats of all dense tensors: `part` for those that allow it."""
     return tuple(
         part if part is not None and role.quantizable and not format_fault(part, role.shape[1]) else None
         for role in specs.dense_roles(spec)
@@ -254,7 +237,8 @@ def uniform_plan(
     )
     layer = (expert,) * spec.router.num_experts
     experts = (layer,) * len(spec.moe_layers)
-    return Plan(selector, quantizer, experts, uniform_dense(spec, dense), planned_repeats(spec, quantizer))
+    repeats = spec.expert.repeats if quantizer == "calibrated" else 0  # others do not know which neurons to repeat
+    return Plan(selector, quantizer, experts, uniform_dense(spec, dense), repeats)
 
 
 def plan_fault(plan: Plan, spec: specs.ModelSpec) -> str | None:

@@ -1,9 +1,7 @@
 """A pack, open for reading, and the audit of all its bytes.
 
-`Pack` checks everything before use: manifest, sizes, headers, index and thresholds when it opens, every other file when
-it is read, and an expert's extent by its CRC-32 at its first read. It never decodes weights.
-
-`audit` checks every byte of a pack, by SHA-256 and the CRCs of rows, without its source and without decoding.
+`Pack` checks manifest, sizes, headers, index and thresholds when it opens, other files when it reads them, and an
+expert's extent by its CRC-32 at its first read. It never decodes weights.
 """
 
 import hashlib
@@ -11,7 +9,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +16,7 @@ from numpy.typing import NDArray
 from moe_pack.formats.base import commands
 from moe_pack.formats.base.errors import PackError
 from moe_pack.formats.pack import layouts, manifests, plans, safetensors
-from moe_pack.formats.pack.manifests import read_order
-from moe_pack.formats.parts import part
-from moe_pack.formats.parts.specs import dense_roles
+from moe_pack.formats.parts import part, specs
 
 _NO_SOURCE_SHA256 = hashlib.sha256(manifests.NO_SOURCE).hexdigest()
 
@@ -37,10 +32,15 @@ def is_listed(path: Path, listed: manifests.ContentFile) -> bool:
 class Pack:
     """An open pack. Owns its files' descriptors: `close` it, or use it in a `with`.
 
-    `manifest`, `spec`, `layout`, `index`: checked facts.   `thresholds`: f32 [L, E].   `rotation`: None if no layer's
-    experts are rotated.
     Raises:  PackError for the first fault.
     """
+
+    manifest: manifests.Manifest
+    spec: specs.ModelSpec
+    layout: layouts.PackLayout
+    index: manifests.Index
+    thresholds: NDArray[np.float32]  # [L, E]
+    rotation: manifests.RotationVectors | None = None  # None if no layer's experts are rotated
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,9 +62,7 @@ class Pack:
     def __enter__(self) -> "Pack":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -76,7 +74,7 @@ class Pack:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether it was made without a checkpoint: its weights are random, and its text is noise."""
+        """Whether it was made without a checkpoint: its weights are random."""
         return self._files[manifests.SOURCE_FILE].sha256 == _NO_SOURCE_SHA256
 
     def has(self, name: str) -> bool:
@@ -84,10 +82,7 @@ class Pack:
         return name in self._files
 
     def read_file(self, name: str) -> NDArray[np.uint8]:
-        """Reads all bytes of a file, but not of experts, and checks its SHA-256: u8, own memory.
-
-        Raises:  PackError if they differ from what the manifest says, or a small file of the checkpoint is too large.
-        """
+        """Reads all bytes of a file without experts, and checks its SHA-256: u8, own memory. Raises PackError."""
         listed = self._files[name]
         raw = self._reader(name).read(0, listed.bytes)
         if hashlib.sha256(raw.data).hexdigest() != listed.sha256:
@@ -95,18 +90,12 @@ class Pack:
         return raw
 
     def check_file(self, name: str) -> None:
-        """Checks the SHA-256 of a file, but not of experts, some bytes at a time.
-
-        Raises:  PackError if it differs from the manifest's.
-        """
+        """Checks the SHA-256 of a file without experts, some bytes at a time. Raises PackError if it differs."""
         if self._reader(name).sha256() != self._files[name].sha256:
             raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
 
     def read_extent(self, layer_idx: int, expert: int) -> NDArray[np.uint8]:
-        """Reads all bytes of an expert and checks their CRC-32 the first time: u8, own memory.
-
-        Raises:  PackError if they are damaged.
-        """
+        """Reads all bytes of an expert: u8, own memory. Raises PackError if their CRC-32, checked once, is wrong."""
         reader = self._reader(self.manifest.expert_files[layer_idx].name)
         raw = reader.read(self.layout.offsets[layer_idx][expert], self.layout.experts[layer_idx][expert].num_bytes)
         self._check_extent(layer_idx, expert, raw, lambda extent: zlib.crc32(extent.data))
@@ -117,8 +106,8 @@ class Pack:
     ) -> NDArray[np.uint8]:
         """Returns all bytes of an expert, u8, in the mapped file. Only `checksum` reads them, and only the first time.
 
-        Args:    checksum: computes the CRC-32 of mapped bytes. Both it and later readers must catch the SIGBUS of a
-                 file that is cut (`RangeReader.map`).
+        Args:    checksum: computes the CRC-32 of mapped bytes. Like later readers it must catch the SIGBUS of a file
+                 that is cut (`RangeReader.map`).
         Raises:  PackError if they are damaged, or the file cannot be mapped.
         """
         name = self.manifest.expert_files[layer_idx].name
@@ -148,18 +137,18 @@ class Pack:
 
     def read_order(self) -> NDArray[np.uint32]:
         """Reads the neuron order [L, E, f]: `order[l, e, j]` is the source's neuron in row `j`."""
-        return read_order(*self._table(manifests.ORDER_FILE), self.spec)
+        return manifests.read_order(*self._table(manifests.ORDER_FILE), self.spec)
 
     def padding(self, layer_idx: int) -> list[safetensors.TensorEntry]:
         """Returns the padding between the extents of a layer."""
         return [e for e in self.layout.expert_files[layer_idx].entries if e.name.startswith("pad.")]
 
     def read_range(self, layer_idx: int, entry: safetensors.TensorEntry) -> NDArray[np.uint8]:
-        """Reads the bytes of any tensor of a layer's file, unchecked."""
+        """Reads the bytes of a tensor of a layer's file, unchecked."""
         return self._reader(self.manifest.expert_files[layer_idx].name).read(entry.offset, entry.num_bytes)
 
     def read_dense(self, entry: safetensors.TensorEntry, start: int, stop: int) -> NDArray[np.uint8]:
-        """Reads rows `start` to `stop` of a tensor of the dense file, unchecked (`check_file` checks the file)."""
+        """Reads rows of a tensor of the dense file, unchecked (`check_file` checks the file)."""
         row_bytes = entry.num_bytes // entry.shape[0]
         return self._reader(layouts.DENSE_FILE).read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
 
@@ -168,15 +157,12 @@ class Pack:
         return self._reader(layouts.UNUSED_FILE).read(offset, num_bytes)
 
     def read_ngrams(self, table: layouts.NgramLayout, start: int, stop: int) -> NDArray[np.uint8]:
-        """Reads rows `start` to `stop` of an n-gram table, unchecked: u8 [rows, row_bytes], own memory."""
-        offset, row_bytes = table.offset, table.rows.row_bytes
-        raw = self._reader(layouts.ngrams_file(table.layer)).read(
-            offset + start * row_bytes, (stop - start) * row_bytes
-        )
-        return raw.reshape(-1, row_bytes)
+        """Reads rows of an n-gram table, unchecked: u8 [rows, row_bytes], own memory."""
+        row_bytes, reader = table.rows.row_bytes, self._reader(layouts.ngrams_file(table.layer))
+        return reader.read(table.offset + start * row_bytes, (stop - start) * row_bytes).reshape(-1, row_bytes)
 
     def read_ngram_rows(self, table: layouts.NgramLayout, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Reads the rows with these numbers, int64 [n], of an n-gram table, unchecked: u8 [n, row_bytes]."""
+        """Reads rows of an n-gram table by their numbers, int64 [n], unchecked: u8 [n, row_bytes]."""
         offsets = (table.offset + numbers * table.rows.row_bytes).tolist()
         return self._reader(layouts.ngrams_file(table.layer)).read_each(offsets, table.rows.row_bytes)
 
@@ -187,7 +173,9 @@ class Pack:
             self.manifest = manifests.read_manifest(reader.read(0, size).tobytes())
         self.spec = self.manifest.model
         self._files = {file.name: file for file in self.manifest.files}
-        self._find_thresholds()
+        new = self.folder / manifests.NEW_THRESHOLDS_FILE
+        if is_listed(new, self._files[manifests.THRESHOLDS_FILE]):  # a rewrite was killed before its last rename
+            self._paths[manifests.THRESHOLDS_FILE] = new
         sizes = [(file.name, file.bytes) for file in self.manifest.files]
         for name, num_bytes in [*sizes, *((file.name, file.bytes) for file in self.manifest.expert_files)]:
             actual_bytes = self._reader(name).num_bytes
@@ -202,13 +190,8 @@ class Pack:
         for layer_idx in range(len(self.layout.expert_files)):
             self._check_expert_header(layer_idx)
         self.thresholds = manifests.read_thresholds(*self._table(manifests.THRESHOLDS_FILE), self.spec)
-        self.rotation = self._read_rotation()
-
-    def _find_thresholds(self) -> None:
-        """Finds the thresholds in their new file if a rewrite was killed between the manifest and the last rename."""
-        new = self.folder / manifests.NEW_THRESHOLDS_FILE
-        if is_listed(new, self._files[manifests.THRESHOLDS_FILE]):
-            self._paths[manifests.THRESHOLDS_FILE] = new
+        if self.has(manifests.ROTATION_FILE):
+            self.rotation = manifests.read_rotation(*self._table(manifests.ROTATION_FILE), self.spec)
 
     def _path(self, name: str) -> Path:
         return self._paths.get(name, self.folder / name)
@@ -218,16 +201,22 @@ class Pack:
             self._readers[name] = safetensors.RangeReader(self._path(name), PackError)
         return self._readers[name]
 
+    def _entries(self, name: str) -> dict[str, safetensors.TensorEntry]:
+        return {entry.name: entry for entry in safetensors.read_header(self._path(name), PackError)}
+
     def _table(self, name: str) -> tuple[bytes, dict[str, safetensors.TensorEntry]]:
-        raw = self.read_file(name).tobytes()
-        return raw, {entry.name: entry for entry in safetensors.read_header(self._path(name), PackError)}
+        return self.read_file(name).tobytes(), self._entries(name)
+
+    def _check_header(self, name: str, header: bytes, expected: str) -> None:
+        if self._reader(name).read(0, len(header)).tobytes() != header:
+            raise PackError(f"{name}: header does not match {expected}; the file is damaged")
 
     def _layout(self) -> layouts.PackLayout:
-        """Returns the layout that manifest and index describe, and checks that `dense.safetensors` follows it."""
-        entries = {entry.name: entry for entry in safetensors.read_header(self.folder / layouts.DENSE_FILE, PackError)}
+        """Returns the layout that manifest and index describe; checks that the large files follow it."""
+        entries = self._entries(layouts.DENSE_FILE)
         quantized = {dense.name: dense for dense in self.manifest.dense}
         formats: list[tuple[str, plans.PartFormat | None]] = []
-        for role in dense_roles(self.spec):
+        for role in specs.dense_roles(self.spec):
             entry, stored = entries.get(role.name), quantized.pop(role.name, None)
             if entry is None:
                 raise PackError(f"{layouts.DENSE_FILE}: tensor {role.name!r} is missing")
@@ -256,14 +245,8 @@ class Pack:
         for table in layout.ngrams:
             self._check_table(table)
         if layout.unused_file is not None:
-            header = layout.unused_file.header
-            if self._reader(layouts.UNUSED_FILE).read(0, len(header)).tobytes() != header:
-                raise PackError(f"{layouts.UNUSED_FILE}: header does not match its tensors; the file is damaged")
-        if (
-            self._reader(layouts.DENSE_FILE).read(0, len(layout.dense_file.header)).tobytes()
-            != layout.dense_file.header
-        ):
-            raise PackError(f"{layouts.DENSE_FILE}: header does not match its tensors; the file is damaged")
+            self._check_header(layouts.UNUSED_FILE, layout.unused_file.header, "its tensors")
+        self._check_header(layouts.DENSE_FILE, layout.dense_file.header, "its tensors")
         return layout
 
     def _unused(self) -> list[safetensors.StoredTensor]:
@@ -274,39 +257,26 @@ class Pack:
             )
         if not self.has(layouts.UNUSED_FILE):
             return []
-        entries = safetensors.read_header(self.folder / layouts.UNUSED_FILE, PackError)
+        entries = self._entries(layouts.UNUSED_FILE).values()
         return [(entry.name, entry.dtype, entry.shape) for entry in entries if not entry.name.startswith("pad.")]
 
     def _table_dtypes(self) -> list[str]:
-        """Returns the dtypes of the n-gram tables, in the order of their layers."""
         dtypes = []
         for layer in () if self.spec.ngrams is None else self.spec.ngrams.layers:
             name = layouts.ngrams_file(layer)
-            entries = {entry.name: entry for entry in safetensors.read_header(self.folder / name, PackError)}
-            if layouts.TABLE not in entries:
+            entry = self._entries(name).get(layouts.TABLE)
+            if entry is None:
                 raise PackError(f"{name}: tensor {layouts.TABLE!r} is missing")
-            if entries[layouts.TABLE].dtype not in part.FLOAT_DTYPES:
-                raise PackError(
-                    f"{name}: tensor {layouts.TABLE!r} is {entries[layouts.TABLE].dtype}, expected one of BF16, "
-                    "F16, F32"
-                )
-            dtypes.append(entries[layouts.TABLE].dtype)
+            if entry.dtype not in part.FLOAT_DTYPES:
+                raise PackError(f"{name}: tensor {layouts.TABLE!r} is {entry.dtype}, expected one of BF16, F16, F32")
+            dtypes.append(entry.dtype)
         return dtypes
 
     def _check_table(self, table: layouts.NgramLayout) -> None:
-        name, header = layouts.ngrams_file(table.layer), table.file.header
+        name = layouts.ngrams_file(table.layer)
         if self._files[name].bytes != table.file.num_bytes:
             raise PackError(f"{name}: {self._files[name].bytes} bytes, expected {table.file.num_bytes} for its rows")
-        if self._reader(name).read(0, len(header)).tobytes() != header:
-            raise PackError(f"{name}: header does not match its rows; the file is damaged")
-
-    def _read_rotation(self) -> manifests.RotationVectors | None:
-        """Reads the vectors of rotated layers, if there are any."""
-        return (
-            manifests.read_rotation(*self._table(manifests.ROTATION_FILE), self.spec)
-            if self.has(manifests.ROTATION_FILE)
-            else None
-        )
+        self._check_header(name, table.file.header, "its rows")
 
     def _check_expert_header(self, layer_idx: int) -> None:
         listed, file = self.manifest.expert_files[layer_idx], self.layout.expert_files[layer_idx]
@@ -320,18 +290,14 @@ class Pack:
                 f"{manifests.MANIFEST_FILE}: header digest of {listed.name} does not match the header that the "
                 "index gives"
             )
-        if self._reader(listed.name).read(0, len(file.header)).tobytes() != file.header:
-            raise PackError(f"{listed.name}: header does not match the index; the file is damaged")
+        self._check_header(listed.name, file.header, "the index")
 
 
 def audit(pack: Pack, progress: commands.Progress = commands.NO_PROGRESS) -> None:
-    """Checks everything that opening and running a pack leave unchecked.
+    """Checks all that opening and running a pack leave unchecked. Raises PackError for the first fault.
 
-    These are: whole files by SHA-256; each extent by CRC-32 and SHA-256; each row by CRC-32, and its padding; the
-    padding between extents; the neuron order; the source account; the rows of quantized dense matrices and of n-gram
-    tables.
-
-    Raises:  PackError for the first fault.
+    Checked are: whole files by SHA-256; extents by CRC-32 and SHA-256; rows of experts, of quantized dense matrices and
+    of n-gram tables by CRC-32, with their padding; the padding between extents; neuron order and source account.
     """
     total = pack.manifest.totals.content
     files = sum(listed.bytes for listed in pack.manifest.files)

@@ -1,7 +1,6 @@
-"""Safetensors files, read and laid out without loading them; ranges of files by `pread`, and maps of files.
+"""Safetensors files, read and laid out as bytes; ranges of files by `pread`, and maps of files.
 
-This is not a tensor library: it reads and returns bytes. The format is that of the safetensors project: 8 bytes of
-little-endian header length, a JSON header, then the tensors' bytes without holes.
+A file has 8 bytes of little-endian header length, a JSON header, then the tensors' bytes without holes.
 """
 
 import hashlib
@@ -11,9 +10,8 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -45,7 +43,6 @@ def check_content(head: bytes, place: str, error: type[errors.MoePackError]) -> 
 class RangeReader:
     """One file, open for reading. Owns its descriptor: `close` it, or use it in a `with`.
 
-    Args:    path: the file.   error: the class of the errors.
     Raises:  `error` if the file cannot be opened.
     """
 
@@ -72,8 +69,7 @@ class RangeReader:
     def read(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """Returns a range of the file, in memory of its own: u8 [num_bytes].
 
-        Raises:  the reader's error if the file ends before the range does, it is more than memory has, or the disk
-                 fails.
+        Raises:  the reader's error if the file ends before the range, memory is too small, or the disk fails.
         """
         if num_bytes > self.num_bytes - offset:
             raise self._error(f"{self._place}: ends at byte {self.num_bytes}, expected {offset + num_bytes}")
@@ -85,7 +81,7 @@ class RangeReader:
         return out
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Reads a range of the file into memory, as long as that is. Raises as `read`."""
+        """Fills memory with a range of the file. Raises as `read`."""
         num_bytes, done = len(view), 0
         while done < num_bytes:
             try:
@@ -97,10 +93,7 @@ class RangeReader:
             done += num_read
 
     def read_each(self, offsets: Sequence[int], num_bytes: int) -> NDArray[np.uint8]:
-        """Returns a range of `num_bytes` from each offset, in memory of its own: u8 [offsets, num_bytes].
-
-        Raises:  as `read`.
-        """
+        """Returns `num_bytes` from each offset: u8 [offsets, num_bytes], own memory. Raises as `read`."""
         out = np.empty((len(offsets), num_bytes), np.uint8)
         for place, offset in enumerate(offsets):
             out[place] = self.read(offset, num_bytes)
@@ -109,8 +102,8 @@ class RangeReader:
     def map(self) -> NDArray[np.uint8]:
         """Maps the whole file for reading: u8 [num_bytes], valid as long as the array exists.
 
-        If the file is cut later, reading bytes that it no longer has raises SIGBUS. Only code that catches SIGBUS (the
-        native kernels) may read the map.
+        If the file is cut later, reading a missing byte raises SIGBUS: only code that catches it (the native kernels)
+        may read the map.
         Raises:  the reader's error if the file is empty or cannot be mapped.
         """
         try:
@@ -119,10 +112,7 @@ class RangeReader:
             raise self._error(f"{self._place}: cannot be mapped ({fault})") from fault
 
     def check_content(self) -> None:
-        """Refuses what downloads leave in the file's place.
-
-        Raises:  the reader's error as the function `check_content`.
-        """
+        """Refuses what downloads leave in the file's place, as the function `check_content`."""
         check_content(self.read(0, min(CONTENT_BYTES, self.num_bytes)).tobytes(), self._place, self._error)
 
     def sha256(self) -> str:
@@ -135,23 +125,18 @@ class RangeReader:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Closes the file. The caller must not read afterwards."""
+        """Closes the file."""
         os.close(self._fd)
 
     def __enter__(self) -> "RangeReader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_small(path: Path, most_bytes: int, error: type[errors.MoePackError]) -> NDArray[np.uint8]:
-    """Returns a whole file, which must not have more than `most_bytes`: u8 [bytes], own memory.
-
-    Raises:  `error` if it is larger, or cannot be read.
-    """
+    """Returns a whole file: u8 [bytes], own memory. Raises `error` if it has more than `most_bytes`."""
     with RangeReader(path, error) as reader:
         if reader.num_bytes > most_bytes:
             raise error(f"{path.name}: {reader.num_bytes:,} bytes, at most {most_bytes:,}")
@@ -163,6 +148,11 @@ DTYPE_BYTES = {
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+# NumPy has no bfloat16: arrays have its bits as u16.
+NUMPY_DTYPES = {
+    "U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+    "F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
 METADATA_KEY = "__metadata__"  # the header's key for strings; all other keys are tensors
 _MAX_DIMENSIONS = 16
@@ -182,10 +172,9 @@ class TensorEntry:
 
 
 def read_header(path: Path, error: type[errors.MoePackError]) -> tuple[TensorEntry, ...]:
-    """Returns the tensors of the file at `path`, in the order of their offsets; checks the whole structure.
+    """Returns the tensors of a file, in the order of their offsets.
 
-    Raises:  `error` if the file is missing or cut short, or if its tensors do not cover it exactly, without overlaps
-             and holes.
+    Raises:  `error` if the file is missing or cut short, or its tensors do not cover it without overlaps and holes.
     """
     place = path.name
     with RangeReader(path, error) as reader:
@@ -195,10 +184,7 @@ def read_header(path: Path, error: type[errors.MoePackError]) -> tuple[TensorEnt
 
 
 def header_length(raw: bytes, place: str, file_bytes: int, error: type[errors.MoePackError]) -> int:
-    """Returns the length of a file's JSON header, by the file's first 8 bytes.
-
-    Raises:  `error` if the file cannot have a header of this length.
-    """
+    """Returns the length of a file's JSON header by its first 8 bytes. Raises `error` if no file can have it."""
     length = int.from_bytes(raw, "little") if file_bytes >= 8 else 0
     check_content(raw, place, error)
     if length > file_bytes and raw.isascii() and raw.decode("ascii").isprintable():
@@ -219,13 +205,7 @@ def header_entries(
     Args:    raw: the header, without its length in front.   place: the file, for messages.   file_bytes: its size.
     Raises:  `error` as `read_header`.
     """
-    header = json_files.parse(raw, f"{place}: header", error)
-    return _check_entries(header, place, 8 + len(raw), file_bytes, error)
-
-
-def _check_entries(
-    header: Any, place: str, start: int, file_bytes: int, error: type[errors.MoePackError]
-) -> tuple[TensorEntry, ...]:
+    header, start = json_files.parse(raw, f"{place}: header", error), 8 + len(raw)
     if not isinstance(header, dict):
         raise error(f"{place}: header is not a JSON object")
     entries = [_entry(name, value, place, start, error) for name, value in header.items() if name != METADATA_KEY]
@@ -278,37 +258,32 @@ class TensorFileLayout:
     num_bytes: int
 
     def by_name(self) -> dict[str, TensorEntry]:
-        """Returns the entries by name, pads included."""
+        """Returns the entries by name, padding included."""
         return {entry.name: entry for entry in self.entries}
 
 
 def lay_out_plain(tensors: Iterable[StoredTensor], metadata: Mapping[str, str] | None = None) -> TensorFileLayout:
-    """Returns the layout of a file with these tensors and no padding between them, as other programs expect.
+    """Returns the layout of a file without padding between tensors, as other programs expect.
 
-    The widest values come first, so that each tensor begins on a multiple of its value's size.
+    The widest values come first: each tensor begins on a multiple of its value's size.
     """
     ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor[1]])
-    return _laid_out([ordered], 1, 8, metadata)
+    return lay_out([ordered], 1, metadata, header_align=8)
 
 
 def lay_out(
-    groups: Iterable[Sequence[StoredTensor]], align: int, metadata: Mapping[str, str] | None = None
+    groups: Iterable[Sequence[StoredTensor]],
+    align: int,
+    metadata: Mapping[str, str] | None = None,
+    header_align: int | None = None,
 ) -> TensorFileLayout:
-    """Returns the layout of a file with the tensors of `groups` in order; each group begins on a multiple of `align`.
+    """Returns the layout of a file with these tensors in order; each group begins on a multiple of `align`.
 
-    Within a group, tensors follow each other directly. Gaps become explicit tensors `pad.N` of zero bytes, so that
-    the file has no holes. The data begins on a multiple of `align`, because the header is padded with spaces, and ends
-    on one.
-
+    Gaps between groups, and at the end, become tensors `pad.N` of zero bytes, so that the file has no holes. Spaces pad
+    the header.
     Args:    groups: name, dtype and shape of each tensor.   align: bytes, a power of two.   metadata: strings that
-             begin the header, under `__metadata__`.
+             begin the header, under `__metadata__`.   header_align: of the first tensor, if it is not `align`.
     """
-    return _laid_out(groups, align, align, metadata)
-
-
-def _laid_out(
-    groups: Iterable[Sequence[StoredTensor]], align: int, header_align: int, metadata: Mapping[str, str] | None
-) -> TensorFileLayout:
     placed: list[TensorEntry] = []
     end = num_pads = 0
     for group in [*groups, ()]:  # the empty last group pads the file's end
@@ -321,37 +296,31 @@ def _laid_out(
             num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
             placed.append(TensorEntry(name, dtype, shape, end, num_bytes))
             end += num_bytes
-    header = _encode_header(placed, header_align, metadata)
-    start = len(header)
-    entries = tuple(TensorEntry(t.name, t.dtype, t.shape, t.offset + start, t.num_bytes) for t in placed)
-    return TensorFileLayout(header, entries, start + end)
-
-
-def _encode_header(placed: list[TensorEntry], align: int, metadata: Mapping[str, str] | None) -> bytes:
     fields: dict[str, Any] = {} if metadata is None else {METADATA_KEY: dict(metadata)}
     fields |= {
         t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.offset, t.offset + t.num_bytes]}
         for t in placed
     }
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=True).encode("ascii")
-    padded = text + b" " * (-(8 + len(text)) % align)
-    return len(padded).to_bytes(8, "little") + padded
+    padded = text + b" " * (-(8 + len(text)) % (header_align or align))
+    header = len(padded).to_bytes(8, "little") + padded
+    entries = tuple(replace(entry, offset=entry.offset + len(header)) for entry in placed)
+    return TensorFileLayout(header, entries, len(header) + end)
 
 
-def assemble(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]], align: int = 64) -> bytes:
+def assemble(tensors: Iterable[tuple[str, str, NDArray[Any]]], align: int = 64) -> bytes:
     """Returns a small safetensors file, whole.
 
-    Args:    tensors: name, dtype, shape and bytes of each.   align: bytes, a power of two.
+    Args:    tensors: name, dtype and values of each; BF16 as the u16 of its bits.   align: bytes, a power of two.
     """
-    stored = list(tensors)
-    layout = lay_out([[(name, dtype, shape)] for name, dtype, shape, _ in stored], align)
+    arrays = [(name, dtype, np.asarray(values, NUMPY_DTYPES[dtype])) for name, dtype, values in tensors]
+    layout = lay_out([[(name, dtype, values.shape)] for name, dtype, values in arrays], align)
     places = layout.by_name()
     out = bytearray(layout.num_bytes)
     out[: len(layout.header)] = layout.header
-    for name, _, _, raw in stored:
+    for name, _, values in arrays:
         entry = places[name]
-        assert entry.num_bytes == len(raw), f"{name}: {len(raw)} bytes for a tensor of {entry.num_bytes}"
-        out[entry.offset : entry.offset + entry.num_bytes] = raw
+        out[entry.offset : entry.offset + entry.num_bytes] = values.tobytes()
     return bytes(out)
 
 

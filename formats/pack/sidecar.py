@@ -1,11 +1,8 @@
 """Sidecars: files in a pack's folder with measurements of the pack. They are not part of its content.
 
-A sidecar names the root digest of the content that it was measured for. If the pack now has another root, the sidecar
-is stale and read as missing. docs/pack.md specifies both kinds:
-
-- JSON sidecars are sealed (`json_files`).
-- Tensor sidecars are safetensors files whose header begins with two digests: `root`, and `sha256` of the whole file
-  with zeros in its place. Other readers of safetensors see both as metadata.
+A sidecar names the root digest of the content that it was measured for. If the pack has another root now, the sidecar
+is stale and read as missing. JSON sidecars are sealed (`json_files`). Tensor sidecars are safetensors files whose
+metadata has two digests: `root`, and `sha256` of the whole file with zeros in its place. docs/pack.md specifies both.
 """
 
 import hashlib
@@ -14,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -43,10 +39,7 @@ class _Frame:
 
 @contextmanager
 def locked_for(folder: Path, name: str) -> "Iterator[SteppedFolder]":
-    """Locks a pack's folder while its sidecar `name` is being written.
-
-    Raises:  ConversionError if another command is writing in the folder.
-    """
+    """Locks a pack's folder while its sidecar `name` is written. Raises ConversionError if it is in use."""
     from moe_pack.formats.pack.writer import SteppedFolder, pass_step
 
     assert name not in (manifests.MANIFEST_FILE, *manifests.REQUIRED_FILES, *manifests.COPIED_FILES), (
@@ -61,12 +54,10 @@ def locked_for(folder: Path, name: str) -> "Iterator[SteppedFolder]":
 
 
 def write_sidecar(folder: Path, name: str, values: Any, root: str) -> None:
-    """Writes a JSON sidecar and replaces an older one.
+    """Writes a JSON sidecar, or replaces it.
 
-    Args:    name: of the file, such as `quality.json`.   values: a dataclass that `json_files.load` reads back; its
-             numbers are finite.   root: the digest of the content that was measured.
-    Raises:  PackError if it is longer than a reader accepts; ConversionError if another command is writing in the
-             folder, or the disk fails.
+    Args:    values: a dataclass with finite numbers, for `json_files.load`.   root: of the measured content.
+    Raises:  PackError if it is too long for a reader; ConversionError if the folder is in use, or the disk fails.
     """
     raw = sidecar_bytes(name, values, root)
     with locked_for(folder, name) as disk:
@@ -74,11 +65,7 @@ def write_sidecar(folder: Path, name: str, values: Any, root: str) -> None:
 
 
 def sidecar_bytes(name: str, values: Any, root: str) -> bytes:
-    """Returns the bytes of a JSON sidecar.
-
-    Args:    as for `write_sidecar`.
-    Raises:  PackError if it is longer than a reader accepts.
-    """
+    """Returns the bytes of a JSON sidecar. Arguments and PackError as for `write_sidecar`."""
     raw = json_files.sealed({_CONTENT: json_files.dump(values), "root": root})
     if len(raw) > MAX_SIDECAR_BYTES:
         raise PackError(f"{name}: {len(raw):,} bytes, at most {MAX_SIDECAR_BYTES:,}")
@@ -86,7 +73,7 @@ def sidecar_bytes(name: str, values: Any, root: str) -> bytes:
 
 
 def read_sidecar(folder: Path, name: str, kind: type[T], root: str) -> T | None:
-    """Reads the content of a JSON sidecar. Returns None if there is none for this root digest.
+    """Reads a JSON sidecar; returns None if there is none for this root digest.
 
     Raises:  PackError if it is damaged, or its content does not fit the dataclass `kind`.
     """
@@ -111,12 +98,6 @@ _START = re.compile(
     rf'\{{"{safetensors.METADATA_KEY}":\{{"root":"([0-9a-f]{{64}})","sha256":"([0-9a-f]{{64}})"\}}[,}}]'.encode()
 )
 _START_BYTES = len(f'{{"{safetensors.METADATA_KEY}":{{"root":"{_ZERO_DIGEST}","sha256":"{_ZERO_DIGEST}"}},')
-# By their names in safetensors. NumPy has no bfloat16: arrays have its bits as u16.
-_DTYPES = {
-    "U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
-    "F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8",
-}  # fmt: skip
-
 Array = NDArray[Any]
 
 
@@ -124,7 +105,7 @@ class TensorSidecar:
     """A tensor sidecar, open for reading, whose digest was checked. Owns its file: `close` it, or use it in a `with`.
 
     `root`, `sha256`: the digests in its header.   `entries`: its tensors by name.
-    Args:    sha256: the digest of a file that was checked before; a file with this digest is not checked again.
+    Args:    sha256: a digest that was checked before; a file with it is not checked again.
     Raises:  PackError if it is missing, damaged, or not a tensor sidecar.
     """
 
@@ -149,17 +130,17 @@ class TensorSidecar:
         self.entries = {entry.name: entry for entry in entries if not entry.name.startswith("pad.")}
 
     def read(self, name: str) -> Array:
-        """Reads a tensor, in memory of its own: a little-endian array; bfloat16 as the u16 of its bits.
+        """Reads a tensor: a little-endian array, own memory; bfloat16 as the u16 of its bits.
 
         Raises:  PackError if there is no such tensor, or no array has its dtype.
         """
         entry = self.entries.get(name)
         if entry is None:
             raise PackError(f"{self._name}: tensor {name!r} is missing")
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in safetensors.NUMPY_DTYPES:
             raise PackError(f"{self._name}: tensor {name!r} is {entry.dtype}, a dtype that sidecars do not have")
         raw = self._reader.read(entry.offset, entry.num_bytes)
-        return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+        return raw.view(safetensors.NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def close(self) -> None:
         """Closes the file."""
@@ -168,13 +149,11 @@ class TensorSidecar:
     def __enter__(self) -> "TensorSidecar":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _digest(self, place: int) -> str:
-        """Returns the SHA-256 of the file with zeros for the digest at `place`."""
+        """Returns the SHA-256 of the file with zeros at `place`, where the header has the digest."""
         end = place + len(_ZERO_DIGEST)
         digest = hashlib.sha256(self._reader.read(0, place).data)
         digest.update(_ZERO_DIGEST.encode())
@@ -184,10 +163,7 @@ class TensorSidecar:
 
 
 def open_tensor_sidecar(folder: Path, name: str, root: str) -> TensorSidecar | None:
-    """Opens and checks a tensor sidecar. Returns None if there is none for this root digest.
-
-    Raises:  PackError if it is damaged.
-    """
+    """Opens and checks a tensor sidecar; None if there is none for this root digest. Raises PackError."""
     if not (folder / name).exists():
         return None
     sidecar = TensorSidecar(folder, name)
@@ -198,16 +174,14 @@ def open_tensor_sidecar(folder: Path, name: str, root: str) -> TensorSidecar | N
 
 
 def write_tensor_sidecar(folder: Path, name: str, tensors: Iterable[tuple[str, str, Array]], root: str) -> None:
-    """Writes a tensor sidecar and replaces an older one.
+    """Writes a tensor sidecar, or replaces it.
 
-    Args:    tensors: name, dtype by its name in safetensors, and values of each.   root: the digest of the content
-             that was measured.
-    Raises:  PackError if it is longer than a reader accepts; ConversionError if another command is writing in the
-             folder, or the disk fails.
+    Args:    tensors: name, dtype by its name in safetensors, and values of each.   root: of the measured content.
+    Raises:  PackError if it is too long for a reader; ConversionError if the folder is in use, or the disk fails.
     """
     arrays = list(tensors)
     for tensor, dtype, values in arrays:
-        assert values.dtype == np.dtype(_DTYPES[dtype]), f"{tensor}: {values.dtype} for {dtype}"
+        assert values.dtype == safetensors.NUMPY_DTYPES[dtype], f"{tensor}: {values.dtype} for {dtype}"
     layout = _lay_out([(tensor, dtype, values.shape) for tensor, dtype, values in arrays], root)
     if layout.num_bytes > MAX_TENSOR_SIDECAR_BYTES:
         raise PackError(f"{name}: {layout.num_bytes} bytes, at most {MAX_TENSOR_SIDECAR_BYTES}")
@@ -217,7 +191,7 @@ def write_tensor_sidecar(folder: Path, name: str, tensors: Iterable[tuple[str, s
 
 
 def tensor_sidecar_bytes(tensors: Iterable[safetensors.StoredTensor]) -> int:
-    """Returns the size of a tensor sidecar with these arrays: name, dtype by its name in safetensors, and shape."""
+    """Returns the size of a tensor sidecar with these arrays."""
     return _lay_out(tensors, _ZERO_DIGEST).num_bytes
 
 
@@ -226,16 +200,13 @@ def _lay_out(tensors: Iterable[safetensors.StoredTensor], root: str) -> safetens
 
 
 def _write(disk: "SteppedFolder", name: str, layout: safetensors.TensorFileLayout, values: dict[str, Array]) -> None:
-    """Writes and syncs the whole file. The header comes last, when its digest is known."""
+    """Writes and syncs the whole file; the header last, with its digest."""
     digest = hashlib.sha256(layout.header)
     disk.open(name)
     disk.truncate(name, 0)  # removes the rest of a killed write
     for entry in layout.entries:
-        array = values.get(entry.name)
-        if array is None:  # padding
-            raw = np.zeros(entry.num_bytes, np.uint8)
-        else:
-            raw = np.ascontiguousarray(array).ravel().view(np.uint8)
+        array = values.get(entry.name, np.zeros(entry.num_bytes, np.uint8))  # zeros: padding
+        raw = np.ascontiguousarray(array).ravel().view(np.uint8)
         digest.update(raw.data)
         disk.write(name, raw.data, entry.offset)
     start = _START.match(layout.header, 8)

@@ -1,28 +1,23 @@
 r"""Writes a pack so that it can be killed at any moment and go on later; rewrites its thresholds in the same way.
 
-A conversion is a machine of named states:
-
     CLOSED --open--> WRITING --seal--> SEALED
                  \-> SEALED    (the folder already has this pack)
 
-`SteppedFolder` changes the disk in numbered steps: every mkdir, open, truncate, write, fsync, rename and unlink is
-announced to `on_step` before it is made, so that tests can stop it there. Its callers decide which step may follow
-which, so that nothing is lost in between.
+`SteppedFolder` announces each change of the disk (mkdir, open, truncate, write, fsync, rename, unlink) to `on_step`
+before it is made, so that tests can stop it there. Its callers order the steps so that nothing is lost in between.
 
-The journal says which items are on the disk. A line is `item crc32 sha256 note check`, written after the item's fsync;
-`check` is the CRC-32 of the text before it. The note says in hexadecimal digits what was measured while the item was
-made; without a measurement the line has none. Everything from the first incomplete line on was being written when the
-process died, and is dropped. The manifest comes last: without it the folder is no pack, and the same conversion,
-started again, continues from the journal.
+The journal lists the items on the disk. A line is `item crc32 sha256 note check`, written after the item's fsync;
+`check` is the CRC-32 of the text before it, and the note, which may be missing, is the item's measurement in
+hexadecimal digits. All from the first incomplete line on is dropped: it was being written when the process died. The
+manifest comes last: without it the folder is no pack, and the same conversion continues from the journal.
 
-A conversion may be made in parts, by several processes that see the same folder. Each writes items to their places in
-the same files, has a journal of its own, and reads those of the others. Items are deterministic, so it does no harm if
-two parts write the same one. The part that seals the pack is the one that creates the file `conversion.sealing`.
+Several processes that see the same folder may make its parts. Each writes items into the same files, has a journal of
+its own, and reads those of the others. Items are deterministic: two parts may write the same one. The part that creates
+the file `conversion.sealing` seals the pack.
 
-Rewriting the thresholds changes two files, the thresholds and the manifest with their digest, but only one rename is
-atomic. The rename of the manifest is the commit. Before it, the new thresholds are in a file of their own, whole and on
-the disk, and readers take the file that the manifest lists (`Pack`); after it they are renamed to their place.
-docs/pack.md specifies both procedures.
+A rewrite of the thresholds changes two files, but only one rename is atomic: that of the manifest is the commit. Before
+it the new thresholds are on the disk in a file of their own, and readers take the file that the manifest lists; after
+it they are renamed to their place. docs/pack.md specifies both procedures.
 """
 
 import errno
@@ -78,12 +73,11 @@ class Step:
 
 
 def pass_step(step: Step) -> None:
-    """The `on_step` that does nothing."""
+    """Does nothing, as `on_step`."""
 
 
 class SteppedFolder:
-    """A folder under one process's lock, or one that several parts share. Owns the lock and the files opened here:
-    `close` it.
+    """A folder under one process's lock, or shared by several parts. Owns the lock and the files: `close` it.
 
     Args:    on_step: called before each step.   part: whose names temporary files have; None: there is no other part.
     Raises:  ConversionError, from every method, if a step fails.
@@ -104,13 +98,9 @@ class SteppedFolder:
             self._do("fsync", str(self.folder.parent), lambda: sync_folder(self.folder.parent))
 
     def lock(self, busy: str, is_shared: bool = False) -> None:
-        """Locks the folder for this process, until `close` or the process's end.
-
-        Args:    is_shared: whether other processes may lock it so too.
-        Raises:  ConversionError with the message `busy` if another process has locked it.
-        """
+        """Locks the folder until `close`; `is_shared`: others may do so too. Raises ConversionError with `busy`."""
         try:
-            self._lock = base.FolderLock(self.folder, is_shared)  # the end of the process unlocks it
+            self._lock = base.FolderLock(self.folder, is_shared)
         except BlockingIOError as fault:
             raise errors.ConversionError(f"{self.folder}: {busy}") from fault
         except OSError as fault:
@@ -119,10 +109,7 @@ class SteppedFolder:
             ) from fault
 
     def lock_file(self, name: str, busy: str) -> None:
-        """Locks an open file for this process alone.
-
-        Raises:  PartBusyError with the message `busy` if another process has locked it.
-        """
+        """Locks an open file for this process alone. Raises PartBusyError with the message `busy`."""
         try:
             lock_file(self._fds[name])
         except BlockingIOError as fault:
@@ -147,7 +134,7 @@ class SteppedFolder:
         self._open("open" if path.exists() else "create", name, os.O_RDWR | base.WRITE_FLAGS)
 
     def num_bytes(self, name: str) -> int:
-        """The size of an open file."""
+        """Returns the size of an open file."""
         return os.fstat(self._fds[name]).st_size
 
     def read(self, name: str) -> bytes:
@@ -158,12 +145,12 @@ class SteppedFolder:
     def write(self, name: str, view: memoryview, offset: int) -> None:
         """Writes all of `view` into an open file, from byte `offset` on."""
 
-        def whole() -> None:
+        def write_all() -> None:
             done = 0
             while done < len(view):
                 done += base.write_at(self._fds[name], view[done:], offset + done)
 
-        self._do("write", name, whole)
+        self._do("write", name, write_all)
 
     def truncate(self, name: str, num_bytes: int) -> None:
         """Changes the size of an open file; added bytes read as zeros."""
@@ -179,7 +166,7 @@ class SteppedFolder:
         self._do("fsync", ".", self._lock.sync)
 
     def write_file(self, name: str, raw: bytes) -> None:
-        """Writes a small file and flushes its bytes, but not its name, to the disk."""
+        """Writes a small file and flushes its bytes, without its name, to the disk."""
         self._open("create", name, os.O_WRONLY | os.O_TRUNC | base.WRITE_FLAGS)
         try:
             self.write(name, memoryview(raw), 0)
@@ -214,7 +201,7 @@ class SteppedFolder:
         return True
 
     def unlink(self, name: str) -> None:
-        """Removes a file. After a crash its name may be back unless the folder was synced."""
+        """Removes a file. Without `sync_folder` its name may be back after a crash."""
         self._do("unlink", name, lambda: (self.folder / name).unlink(missing_ok=True))
 
     def _open(self, action: str, name: str, flags: int) -> None:
@@ -242,9 +229,8 @@ def rewrite_thresholds(
 ) -> str:
     """Writes thresholds into a pack and returns its new root digest. Changes nothing if it already has them.
 
-    If it is killed, the pack has either all of the old or all of the new thresholds. `conversion` stays: it identifies
-    the experts, and the same `convert` command still recognizes its pack.
-
+    If it is killed, the pack has all of the old or all of the new thresholds. `conversion` stays: the same `convert`
+    command still recognizes its pack.
     Args:    thresholds: f32 [L, E].   on_step: called before each change of the disk.
     Raises:  PlanError for a threshold that is negative or not finite, or another shape; PackError if the folder has no
              intact pack; ConversionError if it is in use, or the disk fails.
@@ -270,10 +256,7 @@ def rewrite_thresholds(
 
 
 def finish_rewrite(disk: SteppedFolder, manifest: manifests.Manifest) -> None:
-    """Ends a killed rewrite in a locked pack: renames new thresholds that the manifest lists, and removes others.
-
-    Makes no step if there was no killed rewrite.
-    """
+    """Ends a killed rewrite in a locked pack: renames new thresholds that the manifest lists, and removes others."""
     if is_listed(disk.folder / manifests.NEW_THRESHOLDS_FILE, _listed(manifest)):
         disk.rename(manifests.NEW_THRESHOLDS_FILE, manifests.THRESHOLDS_FILE)
     for name in (manifests.NEW_THRESHOLDS_FILE, f"{manifests.MANIFEST_FILE}.tmp"):
@@ -286,11 +269,8 @@ def _listed(manifest: manifests.Manifest) -> manifests.ContentFile:
 
 
 def _with_thresholds(manifest: manifests.Manifest, raw: bytes) -> manifests.Manifest:
-    """Returns the manifest of the same pack with these bytes as its thresholds."""
-    old, new = (
-        _listed(manifest),
-        manifests.ContentFile(manifests.THRESHOLDS_FILE, len(raw), hashlib.sha256(raw).hexdigest()),
-    )
+    old = _listed(manifest)
+    new = manifests.ContentFile(manifests.THRESHOLDS_FILE, len(raw), hashlib.sha256(raw).hexdigest())
     files = tuple(new if file == old else file for file in manifest.files)
     grown, totals = new.bytes - old.bytes, manifest.totals  # not 0 if another program laid out the old thresholds
     return replace(
@@ -307,8 +287,7 @@ def _check(thresholds: NDArray[np.float32], spec: ModelSpec) -> None:
         raise errors.PlanError(
             f"thresholds: shape {list(thresholds.shape)}, expected {list(shape)} (MoE layers, experts)"
         )
-    fault = manifests.thresholds_fault(thresholds)
-    if fault:
+    if fault := manifests.thresholds_fault(thresholds):
         raise errors.PlanError(f"thresholds: {fault}")
 
 
@@ -318,10 +297,11 @@ SEALING_FILE = "conversion.sealing"
 _JOURNALS = "conversion*.journal"
 _UNFINISHED = "*-of-*.tmp"  # small files that a part was writing
 _CHUNK_BYTES = 8 << 20
+_ANY_STAMP = ""  # of a conversion in parts
 
 
 class State(Enum):
-    """The state of a `PackWriter`."""
+    """States of a `PackWriter`."""
 
     CLOSED = "closed"
     WRITING = "writing"
@@ -334,14 +314,14 @@ def digests_of(extent: NDArray[np.uint8]) -> manifests.Digests:
 
 
 class _OtherJournals:
-    """The journals of the other processes that write into a folder, each read as far as its lines are whole."""
+    """The journals of other processes that write into a folder, read as far as their lines are whole."""
 
     def __init__(self, folder: Path, own: str) -> None:
         self._folder, self._own = folder, own
         self._ends: dict[str, int] = {}
 
     def new_lines(self) -> Iterator[tuple[int, manifests.Digests, bytes]]:
-        """Yields number, digests and note of each item in lines that were written since the last call."""
+        """Yields number, digests and note of each item that was written since the last call."""
         for path in sorted(self._folder.glob(_JOURNALS)):
             if path.name == self._own:
                 continue
@@ -365,7 +345,7 @@ def journaled_bytes(folder: Path, layout: layouts.PackLayout) -> int:
 
 
 def await_parts(folder: Path, patience_s: float) -> bool:
-    """Waits until no part has the folder open any more; returns whether that is so before the patience ends."""
+    """Waits until no part has the folder open; returns whether that is so before the patience ends."""
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -378,13 +358,11 @@ def await_parts(folder: Path, patience_s: float) -> bool:
 
 
 class PackWriter:
-    """The only writer of an output folder, from `open` to `close`: the folder is locked. Or the writer of a part.
+    """The only writer of an output folder, or of its part, from `open` to `close`.
 
-    `resumed_bytes`: the bytes of items that an earlier run has written, or another part.
-    Args:    folder: created if missing.   layout: of the pack.   conversion: hex digest of source, plan and versions.
-             stamp: changes when the source's files change.   on_step: called before each step.
-             part: None: this process writes everything. Parts may have the source at different places and times, so
-             they do not compare stamps.
+    Args:    folder: created if missing.   conversion: hex digest of source, plan and versions.   stamp: changes when
+             the source's files change; parts, whose sources may lie elsewhere, do not compare it.   on_step: called
+             before each step.   part: None: this process writes everything.
     """
 
     def __init__(
@@ -410,7 +388,7 @@ class PackWriter:
         self._others = _OtherJournals(folder, self._journal)
         self._done: dict[int, manifests.Digests] = {}
         self._notes: dict[int, bytes] = {}
-        self.resumed_bytes = 0
+        self.resumed_bytes = 0  # of items that an earlier run, or another part, has written
 
     def open(self) -> None:
         """Locks the folder, starts or resumes the conversion, and writes the headers.
@@ -456,10 +434,7 @@ class PackWriter:
         return self.part is None or self.part.owns(self._numbers[item])
 
     def written(self, start: int = 0) -> Iterator[layouts.Item]:
-        """Yields the items that are on the disk, as far as this process knows, in the order in which it learnt it.
-
-        Args:    start: how many of them to leave out.
-        """
+        """Yields the items on the disk from the `start`-th on, in the order in which this process learnt of them."""
         return (self._items[number] for number in islice(self._done, start, None))
 
     def refresh(self) -> None:
@@ -507,7 +482,7 @@ class PackWriter:
         return {(item.layer, item.expert): note for item, note in items if item.kind == "expert"}
 
     def begins_sealing(self) -> bool:
-        """Returns whether this process seals the pack, all of whose items are written; of several parts one does."""
+        """Returns whether this process seals the pack, whose items are all written. One part does."""
         if self.part is None:
             return True
         if self.is_sealed() or not self._disk.create_first(SEALING_FILE):
@@ -574,7 +549,10 @@ class PackWriter:
     def _claim_folder(self) -> None:
         path = self.folder / CONVERSION_FILE
         if not path.exists():
-            others = [name for name in sorted(each.name for each in self.folder.iterdir()) if not _is_claim(name)]
+            names = sorted(each.name for each in self.folder.iterdir())
+            others = [
+                n for n in names if not (n.startswith(CONVERSION_FILE) and n.endswith(".tmp"))
+            ]  # unfinished claims
             if not others:
                 self._disk.replace(CONVERSION_FILE, self._claims[0])  # other parts write the same
             elif not path.exists():  # no other part has claimed it meanwhile
@@ -635,11 +613,3 @@ class PackWriter:
             if (self.folder / name).exists():
                 self._disk.unlink(name)
         self._disk.sync_folder()
-
-
-_ANY_STAMP = ""  # of a conversion in parts
-
-
-def _is_claim(name: str) -> bool:
-    """Returns whether a file is the claim of a folder that a process has not finished writing."""
-    return name.startswith(CONVERSION_FILE) and name.endswith(".tmp")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts import heads, part, positions
@@ -211,3 +211,13 @@ class GroupedQuerySpec(heads.Attention):
             "clamped queries, keys and values": self.clip is not None,
         }
         yield from (name for name, is_there in found.items() if is_there)
+
+    def gguf_values(self, rope: positions.RopeSpec | None) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "attention.head_count": self.num_heads,
+            "attention.head_count_kv": self.num_kv_heads,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.value_dim,
+        }
+        has_window = self.sliding_window is not None and not self.chunked
+        return values | ({"attention.sliding_window": self.sliding_window} if has_window else {})

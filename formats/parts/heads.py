@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts import part, positions
@@ -91,6 +91,10 @@ class Attention(part.Part, ABC):
     def position_bytes(self, num_tokens: int, num_positions: int, pieces: PieceBytes) -> int:
         """Returns the most other bytes of a pass in which each token has something of each position."""
         return 0
+
+    def gguf_values(self, rope: positions.RopeSpec | None) -> dict[str, Any]:
+        """Returns its keys in the metadata of GGUF files; those of heads are of a layer that attends."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Multi-head latent attention, with or without an indexer that chooses positions."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts import heads, part, positions
@@ -149,3 +150,24 @@ class LatentSpec(heads.Attention):
                 "scaled latents": (self.q_latent_scale, self.kv_latent_scale) != (1, 1),
             }
             yield from (name for name, is_there in found.items() if is_there)
+
+    def log_multiplier(self, factor: float) -> float:
+        """Returns a tenth of the model's `mscale_all_dim`, whose square is in the scale of queries times keys."""
+        size = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return round((math.sqrt(self.scale * math.sqrt(size)) - 1) / math.log(factor), 6)
+
+    def gguf_values(self, rope: positions.RopeSpec | None) -> dict[str, Any]:
+        values: dict[str, Any] = {  # as attention of one head, which reads the latent
+            "attention.head_count": self.num_heads,
+            "attention.head_count_kv": 1,
+            "attention.key_length": self.kv_lora_rank + self.qk_rope_head_dim,
+            "attention.value_length": self.kv_lora_rank,
+            "attention.key_length_mla": self.qk_nope_head_dim + self.qk_rope_head_dim,
+            "attention.value_length_mla": self.v_head_dim,
+            "attention.kv_lora_rank": self.kv_lora_rank,
+            "attention.q_lora_rank": self.q_lora_rank,
+            "rope.dimension_count": self.qk_rope_head_dim,
+        }
+        if rope is not None and isinstance(rope.scaling, positions.YarnSpec):
+            values["rope.scaling.yarn_log_multiplier"] = self.log_multiplier(rope.scaling.factor)
+        return values

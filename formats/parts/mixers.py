@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts import part
@@ -79,6 +79,21 @@ class Mixer(part.Part, ABC):
     def lacks(self, runner: part.Runner) -> Iterator[str]:
         if runner == "gpu":
             yield f"layers of {self.kind}"
+
+    def gguf_values(self, num_layers: int, rotates: bool) -> dict[str, Any]:
+        """Returns its keys in the metadata of GGUF files. `rotates`: whether layers with attention do."""
+        return {}
+
+    def gguf_shape(self, name: str, shape: part.Shape) -> part.Shape:
+        """Returns the shape of one of its tensors in GGUF files, where some vectors have more dimensions."""
+        if name == "conv":
+            kernel, channels = self.state.conv[0] + 1, self.state.conv[1]
+            return (channels, kernel)
+        return shape
+
+    def checkpoint_shape(self, name: str, shape: part.Shape) -> part.Shape:
+        """Returns the shape of one of its tensors in the family's checkpoints."""
+        return (self.state.conv[1], 1, self.state.conv[0] + 1) if name == "conv" else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +172,18 @@ class GatedDeltaSpec(Mixer):
         if runner == "gguf" and self.key_head_dim != self.value_head_dim:
             yield f"heads with {self.key_head_dim} keys and {self.value_head_dim} values; both must be equal"
 
+    def gguf_values(self, num_layers: int, rotates: bool) -> dict[str, Any]:
+        recurrent = [layer in self.layers for layer in range(num_layers)]
+        return {
+            "ssm.conv_kernel": self.conv_kernel,
+            "ssm.state_size": self.key_head_dim,
+            "ssm.group_count": self.num_key_heads,
+            "ssm.time_step_rank": self.num_value_heads,
+            "ssm.inner_size": self.value_width,
+            "attention.recurrent_layers": recurrent,
+            "full_attention_interval": recurrent.index(False) + 1,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaSpec(Mixer):
@@ -216,6 +243,21 @@ class KimiDeltaSpec(Mixer):
         if self.lower_bound is not None and not -1e6 < self.lower_bound < 0:
             return f"mixer lower_bound is {self.lower_bound}, expected above -1e6 and below 0"
         return None
+
+    def gguf_values(self, num_layers: int, rotates: bool) -> dict[str, Any]:
+        return {"ssm.conv_kernel": self.conv_kernel, "kda.head_dim": self.head_dim}
+
+    def gguf_shape(self, name: str, shape: part.Shape) -> part.Shape:
+        if name.endswith("_conv"):
+            return (1, self.head_width, 1, self.conv_kernel)
+        if name == "a_log":
+            return (self.num_heads, 1) if self.full_rank else (1, 1, self.num_heads, 1)
+        return shape
+
+    def checkpoint_shape(self, name: str, shape: part.Shape) -> part.Shape:
+        if name.endswith("_conv"):
+            return (self.head_width, 1, self.conv_kernel)
+        return (1, 1, self.num_heads, 1) if name == "a_log" and not self.full_rank else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +328,23 @@ class Mamba2Spec(Mixer):
         if runner == "gguf" and self.proj_bias:
             yield "biases of Mamba's projections"
 
+    def gguf_values(self, num_layers: int, rotates: bool) -> dict[str, Any]:
+        return {
+            "ssm.conv_kernel": self.conv_kernel,
+            "ssm.state_size": self.state_size,
+            "ssm.group_count": self.num_groups,
+            "ssm.inner_size": self.head_width,
+            "ssm.time_step_rank": self.num_heads,
+            "rope.scaling.finetuned": rotates,
+        }
+
+    def gguf_shape(self, name: str, shape: part.Shape) -> part.Shape:
+        if name in ("a_log", "skip"):
+            return (self.num_heads, 1)
+        if name == "out_norm":
+            return (self.num_groups, self.head_width // self.num_groups)
+        return Mixer.gguf_shape(self, name, shape)
+
 
 @dataclass(frozen=True, slots=True)
 class MambaSpec(Mixer):
@@ -339,6 +398,20 @@ class MambaSpec(Mixer):
         if runner == "gguf" and (self.proj_bias or not self.conv_bias):
             yield "biases of Mamba's projections, or none of its convolution"
 
+    def gguf_values(self, num_layers: int, rotates: bool) -> dict[str, Any]:
+        return {
+            "ssm.conv_kernel": self.conv_kernel,
+            "ssm.inner_size": self.channels,
+            "ssm.state_size": self.state_size,
+            "ssm.time_step_rank": self.step_rank,
+        }
+
+    def gguf_shape(self, name: str, shape: part.Shape) -> part.Shape:
+        return (self.channels, self.state_size) if name == "a_log" else Mixer.gguf_shape(self, name, shape)
+
+    def checkpoint_shape(self, name: str, shape: part.Shape) -> part.Shape:
+        return (self.channels, self.state_size) if name == "a_log" else Mixer.checkpoint_shape(self, name, shape)
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec(Mixer):
@@ -376,6 +449,9 @@ class ShortConvSpec(Mixer):
         yield from Mixer.lacks(self, runner)
         if runner == "gguf" and self.bias:
             yield "biases of short convolutions"
+
+    def gguf_values(self, num_layers: int, rotates: bool) -> dict[str, Any]:
+        return {"shortconv.l_cache": self.conv_kernel}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Rotary positions, and how they are scaled for longer contexts, as data."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moe_pack.formats.parts import part
 
@@ -22,6 +23,10 @@ class Scaling(part.Part, ABC):
     def fault(self, rotary_dim: int) -> str | None:
         """Returns why so many values of a head cannot rotate with this scaling, or None."""
 
+    def gguf_values(self, is_latent: bool) -> dict[str, Any]:
+        """Returns its keys in the metadata of GGUF files. The scale of latent attention has YaRN's factor itself."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec(Scaling):
@@ -35,6 +40,9 @@ class LinearSpec(Scaling):
 
     def fault(self, rotary_dim: int) -> str | None:
         return part.numbers_fault({"linear factor": self.factor})
+
+    def gguf_values(self, is_latent: bool) -> dict[str, Any]:
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": self.factor}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,21 @@ class YarnSpec(Scaling):
         if not 0 < slow <= fast < 1e6:
             return f"yarn beta_slow {slow} and beta_fast {fast} must satisfy 0 < beta_slow <= beta_fast"
         return None
+
+    def gguf_values(self, is_latent: bool) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": self.factor,
+            "rope.scaling.original_context_length": self.original_max_position_embeddings,
+            "rope.scaling.yarn_beta_fast": self.beta_fast,
+            "rope.scaling.yarn_beta_slow": self.beta_slow,
+        }
+        usual = 0.1 * math.log(self.factor) + 1
+        if not is_latent and not math.isclose(self.attention_factor, usual, rel_tol=1e-6):
+            # llama.cpp's converter writes the first, and llama.cpp multiplies its own factor by the second.
+            values["rope.scaling.yarn_attn_factor"] = self.attention_factor
+            values["rope.scaling.attn_factor"] = self.attention_factor / usual
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,9 +139,7 @@ def write_recording(recording: Recording, path: Path) -> None:
         arrays["scores"] = passes.scores
     if passes.decode is not None:
         arrays["decode"] = passes.decode
-    raw = safetensors.assemble(
-        (name, _NAMES[array.dtype], array.shape, array.tobytes()) for name, array in arrays.items()
-    )
+    raw = safetensors.assemble((name, _NAMES[array.dtype], array) for name, array in arrays.items())
     temporary = _temporary(path)
     try:
         try:

@@ -82,7 +82,7 @@ def in_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
 @pytest.fixture
 def any_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some golden files have sizes that llama.cpp's converter writes and llama.cpp does not load."""
-    monkeypatch.setattr("moe_pack.formats.gguf.writing.not_loaded", lambda spec, architecture: None)
+    monkeypatch.setattr("moe_pack.formats.gguf.writing.not_loaded", lambda *_: None)
 
 
 @pytest.fixture

@@ -26,23 +26,14 @@ def sound_dense_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def new_pack(sound_pack: Path, new_folder: Callable[[], Path]) -> Callable[[], Path]:
-    """Copies the sound pack at every call."""
     return lambda: Path(shutil.copytree(sound_pack, new_folder() / "pack"))
 
 
 @pytest.fixture
 def folder(new_pack: Callable[[], Path]) -> Path:
-    """A copy of the sound pack."""
     return new_pack()
 
 
 @pytest.fixture
 def new_dense_pack(sound_dense_pack: Path, new_folder: Callable[[], Path]) -> Callable[[], Path]:
-    """Copies the sound pack with quantized dense matrices at every call."""
     return lambda: Path(shutil.copytree(sound_dense_pack, new_folder() / "pack"))
-
-
-@pytest.fixture
-def dense_folder(new_dense_pack: Callable[[], Path]) -> Path:
-    """A copy of the sound pack with quantized dense matrices."""
-    return new_dense_pack()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cases import case
+from support.cases import assert_each, case, line_of
 from support.models import DEMO_MODEL, Tensors, TinyMixtral, pack
 
 from moe_pack.formats import CheckpointError, ModelSpec
@@ -28,11 +28,7 @@ def spec_of(folder: Path) -> ModelSpec:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        Checkpoint(folder)
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
+    return line_of(CheckpointError, lambda: Checkpoint(folder))
 
 
 def configured(folder: Path, **config: Any) -> Path:
@@ -98,13 +94,18 @@ def test_a_tensor_that_is_dropped_is_accounted_for_with_its_reason(tmp_path: Pat
 # --- folder and config
 
 
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "none") == f"{tmp_path / 'none'}: no such folder"
+def test_a_folder_without_config_or_weights_is_refused(new_folder: Callable[[], Path]) -> None:
+    def without(name: str) -> tuple[Path, str]:
+        folder = TinyMixtral().write(new_folder())
+        (folder / name).unlink()
+        return folder, refusal(folder)
 
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    (TinyMixtral().write(tmp_path) / "config.json").unlink()
-    assert refusal(tmp_path) == f"{tmp_path}: config.json is missing; a checkpoint folder has one"
+    none = new_folder() / "none"
+    assert refusal(none) == f"{none}: no such folder"
+    folder, message = without("config.json")
+    assert message == f"{folder}: config.json is missing; a checkpoint folder has one"
+    folder, message = without("model.safetensors")
+    assert message == f"{folder}: found neither model.safetensors nor {INDEX}; is the download complete?"
 
 
 def test_a_config_that_is_no_config_is_refused(new_folder: Callable[[], Path]) -> None:
@@ -117,27 +118,29 @@ def test_a_config_that_is_no_config_is_refused(new_folder: Callable[[], Path]) -
         ("{}", "config.json: key 'model_type' is missing, expected a string"),
         ('{"model_type": ["mixtral"]}', "config.json: model_type is ['mixtral'], expected a string"),
     ]  # fmt: skip
-    for text, message in cases:
-        with case(text, message):
-            tmp_path = new_folder()
-            (TinyMixtral().write(tmp_path) / "config.json").write_text(text)
-            assert refusal(tmp_path) == message
+
+    def found(text: str) -> str:
+        folder = TinyMixtral().write(new_folder())
+        (folder / "config.json").write_text(text)
+        return refusal(folder)
+
+    assert_each(cases, found)
 
 
-def test_a_dense_model_is_refused_as_one(tmp_path: Path) -> None:
-    folder = configured(tmp_path, model_type="llama", num_local_experts=None, num_experts_per_tok=None)
-    assert refusal(folder) == "config.json: 'llama' is a dense model without experts; there is nothing to pack"
-
-
-def test_an_unknown_architecture_is_refused_with_similar_ones(tmp_path: Path) -> None:
-    listed = "docs/families.md lists the supported ones"
-    for number, (name, similar) in enumerate([("unheard_of", ""), ("dots2", "did you mean dots1? ")]):
-        folder = configured(tmp_path / str(number), model_type=name)
-        assert refusal(folder) == f"config.json: architecture {name!r} is not supported; {similar}{listed}"
+def test_an_architecture_without_experts_or_an_unknown_one_is_refused(new_folder: Callable[[], Path]) -> None:
+    listed, dense = (
+        "docs/families.md lists the supported ones",
+        {"num_local_experts": None, "num_experts_per_tok": None},
+    )
+    cases = [
+        ({"model_type": "llama"} | dense, "'llama' is a dense model without experts; there is nothing to pack"),
+        ({"model_type": "unheard_of"}, f"architecture 'unheard_of' is not supported; {listed}"),
+        ({"model_type": "dots2"}, f"architecture 'dots2' is not supported; did you mean dots1? {listed}"),
+    ]
+    assert_each(cases, lambda config: refusal(configured(new_folder(), **config)), "config.json: ")
 
 
 def test_a_config_we_cannot_follow_is_refused_by_its_key(new_folder: Callable[[], Path]) -> None:
-    """Of keys see test_family_configs.py and the cards, of what a model can be test_spec_check.py."""
     cases = [
         ({"hidden_size": "64"}, "hidden_size is '64', expected a whole number"),
         ({"num_hidden_layers": 10_000, "num_local_experts": 2_000_000_000},
@@ -147,10 +150,7 @@ def test_a_config_we_cannot_follow_is_refused_by_its_key(new_folder: Callable[[]
         ({"head_dim": 31}, "rotary_dim is 31, expected an even number up to 31"),
         ({"num_experts_per_tok": 3}, "num_experts_per_tok is 3, expected at most num_experts, 2"),
     ]  # fmt: skip
-    for config, message in cases:
-        with case(config, message):
-            tmp_path = new_folder()
-            assert refusal(configured(tmp_path, **config)) == f"config.json: {message}"
+    assert_each(cases, lambda config: refusal(configured(new_folder(), **config)), "config.json: ")
 
 
 def test_the_nearest_legal_config_is_read(new_folder: Callable[[], Path]) -> None:
@@ -164,11 +164,8 @@ def test_the_nearest_legal_config_is_read(new_folder: Callable[[], Path]) -> Non
     ]
     for config in cases:
         with case(config):
-            tmp_path = new_folder()
-            folder = TinyMixtral().write(tmp_path)
-            edit_json(
-                folder / "config.json", lambda values: values.update(config)
-            )  # null values stay, as in real configs
+            folder = TinyMixtral().write(new_folder())
+            edit_json(folder / "config.json", lambda values: values.update(config))  # null values stay
             spec_of(folder)
 
 
@@ -192,12 +189,6 @@ def test_bin_files_beside_safetensors_are_left_alone(tmp_path: Path) -> None:
     spec_of(tmp_path)
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    (TinyMixtral().write(tmp_path) / "model.safetensors").unlink()
-    expected = f"{tmp_path}: found neither model.safetensors nor {INDEX}; is the download complete?"
-    assert refusal(tmp_path) == expected
-
-
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     folder = TinyMixtral(num_shards=2).write(tmp_path / "sharded")
@@ -210,32 +201,23 @@ def name_in(folder: Path, shard: str) -> str:
     return next(name for name, held in weight_map.items() if held == shard)
 
 
-def test_an_index_that_names_anything_but_a_shard_beside_it_is_refused(sharded: Path) -> None:
+def test_an_index_that_names_anything_but_a_shard_next_to_it_is_refused(sharded: Path) -> None:
     (sharded / "x.safetensors").write_bytes((sharded / SHARD_1).read_bytes())
     name = name_in(sharded, SHARD_1)
-    cases = ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "..", "", 3, None, ["x.safetensors"]]
-    for shard in cases:
+    named = ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "..", "", 3, None, ["x.safetensors"]]
+    impossible = ["x\0.safetensors", "x\ud800.safetensors", "x" * 300 + ".safetensors"]
+    for shard in (*named, *impossible):
         with case(shard):
             edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: shard}))
-            assert refusal(sharded) == f"{INDEX}: {shard!r} is not the name of a safetensors file in the same folder"
-
-
-@pytest.mark.parametrize("shard", ["x\0.safetensors", "x\ud800.safetensors", "x" * 300 + ".safetensors"])
-def test_an_index_that_names_no_possible_file_is_refused(sharded: Path, shard: str) -> None:
-    name = name_in(sharded, SHARD_1)
-    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: shard}))
-    refusal(sharded)
+            message = f"{INDEX}: {shard!r} is not the name of a safetensors file in the same folder"
+            assert refusal(sharded) == message or shard in impossible
 
 
 def test_an_index_without_weight_map_is_refused(sharded: Path) -> None:
-    cases = ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": null}']
-    for index in cases:
+    for index in ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": null}']:
         with case(index):
             (sharded / INDEX).write_text(index)
             assert refusal(sharded) == f"{INDEX}: weight_map is missing"
-
-
-def test_an_index_that_is_no_json_is_refused(sharded: Path) -> None:
     (sharded / INDEX).write_text("{]")
     assert refusal(sharded).startswith(f"{INDEX}: not valid JSON (")
 
@@ -248,14 +230,12 @@ def test_a_missing_shard_is_refused(sharded: Path) -> None:
 
 
 def test_a_tensor_that_is_not_in_the_shard_the_index_names_is_refused(sharded: Path) -> None:
-    name = name_in(sharded, SHARD_1)
-    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: SHARD_2}))
-    assert refusal(sharded) == f"{INDEX}: tensor {name!r} is not in {SHARD_2}"
-
-
-def test_a_tensor_of_the_index_that_no_shard_has_is_refused(sharded: Path) -> None:
-    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({"model.ghost": SHARD_2}))
-    assert refusal(sharded) == f"{INDEX}: tensor 'model.ghost' is not in {SHARD_2}"
+    for name in ("model.ghost", name_in(sharded, SHARD_1)):
+        with case(name):
+            index = (sharded / INDEX).read_bytes()
+            edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: SHARD_2}))
+            assert refusal(sharded) == f"{INDEX}: tensor {name!r} is not in {SHARD_2}"
+            (sharded / INDEX).write_bytes(index)
 
 
 def test_a_tensor_in_two_shards_is_refused_if_the_index_names_neither(sharded: Path) -> None:
@@ -269,83 +249,69 @@ def test_a_tensor_in_two_shards_is_refused_if_the_index_names_neither(sharded: P
 
 def test_shards_under_other_names_are_read(sharded: Path) -> None:
     (sharded / SHARD_2).rename(sharded / "second..safetensors")
-    edit_json(
-        sharded / INDEX,
-        lambda index: index.update(
-            weight_map={n: "second..safetensors" if s == SHARD_2 else s for n, s in index["weight_map"].items()}
-        ),
-    )
+    index = (sharded / INDEX).read_text()
+    (sharded / INDEX).write_text(index.replace(SHARD_2, "second..safetensors"))
     spec_of(sharded)
 
 
-@pytest.mark.parametrize("cut", [1, 100, -1])
-def test_a_shard_cut_or_with_bytes_after_its_end_is_refused(sharded: Path, cut: int) -> None:
+def test_a_shard_cut_or_with_bytes_after_its_end_is_refused(sharded: Path) -> None:
     raw = (sharded / SHARD_2).read_bytes()
-    (sharded / SHARD_2).write_bytes(raw[:-cut] if cut > 0 else raw + b"\0")
-    assert refusal(sharded) == (
-        f"{SHARD_2}: file has {len(raw) - cut} bytes, its header describes {len(raw)}; the file is cut or damaged"
-    )
+    for cut in [1, 100, -1]:
+        (sharded / SHARD_2).write_bytes((raw + b"\0")[: len(raw) - cut])
+        described = f"file has {len(raw) - cut} bytes, its header describes {len(raw)}"
+        assert refusal(sharded) == f"{SHARD_2}: {described}; the file is cut or damaged"
 
 
 # --- tensors
 
 
-def changed(folder: Path, change: Callable[[Tensors], object]) -> Path:
-    return TinyMixtral().write(folder, change)
+def tensor_refusal(folder: Path, change: Callable[[Tensors], object]) -> str:
+    message = refusal(TinyMixtral().write(folder, change))
+    assert message.startswith("checkpoint: tensor "), message
+    return message.removeprefix("checkpoint: tensor ")
 
 
 def test_a_missing_tensor_is_refused_by_name(new_folder: Callable[[], Path]) -> None:
-    cases = ["model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight", GATE_0]
-    for name in cases:
+    for name in ["model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight", GATE_0]:
         with case(name):
-            tmp_path = new_folder()
-            folder = changed(tmp_path, lambda tensors: tensors.pop(name))
-            assert refusal(folder).startswith(f"checkpoint: tensor {name!r} is missing")
+            found = tensor_refusal(new_folder(), lambda tensors: tensors.pop(name))
+            assert found.startswith(f"{name!r} is missing")
 
 
-def test_a_tensor_nobody_claims_is_refused_by_name(new_folder: Callable[[], Path]) -> None:
-    cases = [
-        "model.layers.1.input_layernorm.weight",
-        "model.layers.0.block_sparse_moe.experts.2.w1.weight",
-        "model.layers.0.self_attn.q_proj.bias",
-        "score.weight",
-    ]
-    for name in cases:
-        with case(name):
-            tmp_path = new_folder()
-            folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(64)))
-            assert refusal(folder) == (
-                f"checkpoint: tensor {name!r} has no role in the model that config.json describes; the pack would "
-                "lose it"
-            )
-
-
-def test_a_misshapen_tensor_is_refused_with_both_shapes(new_folder: Callable[[], Path]) -> None:
-    cases = [
-        ("model.embed_tokens.weight", (97, 64), "[96, 64]"),
-        ("model.norm.weight", (64, 1), "[64]"),
+def test_a_tensor_without_a_role_or_of_another_shape_is_refused(new_folder: Callable[[], Path]) -> None:
+    lost = "has no role in the model that config.json describes; the pack would lose it"
+    strange = [
+        "model.layers.1.input_layernorm.weight", "model.layers.0.block_sparse_moe.experts.2.w1.weight",
+        "model.layers.0.self_attn.q_proj.bias", "score.weight",
+    ]  # fmt: skip
+    shapes = [
+        ("model.embed_tokens.weight", (97, 64), "[96, 64]"), ("model.norm.weight", (64, 1), "[64]"),
         ("model.layers.0.self_attn.k_proj.weight", (64, 64), "[32, 64]"),
-        ("model.layers.0.block_sparse_moe.gate.weight", (64, 2), "[2, 64]"),
-        (GATE_0, (64, 48), "[48, 64]"),
-        (GATE_0.replace("w1", "w2"), (48, 64), "[64, 48]"),
-        (GATE_0.replace("w1", "w3"), (48 * 64,), "[48, 64]"),
+        ("model.layers.0.block_sparse_moe.gate.weight", (64, 2), "[2, 64]"), (GATE_0, (64, 48), "[48, 64]"),
+        (GATE_0.replace("w1", "w2"), (48, 64), "[64, 48]"), (GATE_0.replace("w1", "w3"), (48 * 64,), "[48, 64]"),
         ("lm_head.weight", (), "[96, 64]"),
-    ]
-    for name, shape, expected in cases:
-        with case(name, shape, expected):
-            tmp_path = new_folder()
-            folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(shape)))
-            assert refusal(folder) == f"checkpoint: tensor {name!r} has shape {list(shape)}, expected {expected}"
+    ]  # fmt: skip
+    cases = [(name, (64,), f"{name!r} {lost}") for name in strange]
+    cases += [(name, shape, f"{name!r} has shape {list(shape)}, expected {right}") for name, shape, right in shapes]
+
+    def found(name: str, shape: tuple[int, ...]) -> str:
+        return tensor_refusal(new_folder(), lambda tensors: tensors.update({name: torch.ones(shape)}))
+
+    assert_each(cases, found)
 
 
 def test_a_tensor_of_a_type_we_do_not_read_is_refused(new_folder: Callable[[], Path]) -> None:
-    cases = [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")]
-    for dtype, named in cases:
-        for name in ["model.norm.weight", GATE_0]:
-            with case(dtype, named, name):
-                tmp_path = new_folder()
-                folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, tensors[name].to(dtype)))
-                assert refusal(folder) == f"checkpoint: tensor {name!r} is {named}, expected one of BF16, F16, F32"
+    dtypes = {"I8": torch.int8, "U8": torch.uint8, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn}
+    cases = [
+        (name, dtype, f"{name!r} is {named}, expected one of BF16, F16, F32")
+        for named, dtype in dtypes.items()
+        for name in ("model.norm.weight", GATE_0)
+    ]
+
+    def found(name: str, dtype: torch.dtype) -> str:
+        return tensor_refusal(new_folder(), lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+
+    assert_each(cases, found)
 
 
 def test_tensors_of_the_three_types_we_read_may_stand_side_by_side(tmp_path: Path) -> None:
@@ -353,7 +319,7 @@ def test_tensors_of_the_three_types_we_read_may_stand_side_by_side(tmp_path: Pat
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float32)
         tensors[GATE_0] = tensors[GATE_0].to(torch.float16)
 
-    spec_of(changed(tmp_path, change))
+    spec_of(TinyMixtral().write(tmp_path, change))
 
 
 # --- values: looked at by the conversion
@@ -362,69 +328,52 @@ EXPERT_1 = "model.layers.0.block_sparse_moe.experts.1"
 
 
 def conversion_refusal(folder: Path, **options: Any) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        pack(folder, folder / "packed", **options)
-    message = str(refused.value)
-    assert "\n" not in message and not (folder / "packed" / "manifest.json").exists()
+    message = line_of(CheckpointError, lambda: pack(folder, folder / "packed", **options))
+    assert not (folder / "packed" / "manifest.json").exists()
     return message
 
 
 def test_a_weight_that_is_no_number_is_refused_with_shard_tensor_and_position(new_folder: Callable[[], Path]) -> None:
-    cases = [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")]
-    others = [
-        ("model.embed_tokens.weight", (17, 5)),
-        ("lm_head.weight", (95, 63)),
-        ("model.layers.0.self_attn.v_proj.weight", (0, 0)),
-        ("model.layers.0.block_sparse_moe.gate.weight", (1, 2)),
-        (f"{EXPERT_1}.w1.weight", (3, 5)),
-        (f"{EXPERT_1}.w2.weight", (63, 47)),
-        (f"{EXPERT_1}.w3.weight", (47, 63)),
-    ]
-    for value, text in cases:
-        for name, position in others:
-            with case(value, text, name, position):
-                tmp_path = new_folder()
-                folder = TinyMixtral(num_shards=2).write(
-                    tmp_path, lambda tensors: tensors[name].__setitem__(position, value)
-                )
+    places: list[tuple[str, tuple[int, ...]]] = [
+        ("model.embed_tokens.weight", (17, 5)), ("lm_head.weight", (95, 63)),
+        ("model.layers.0.self_attn.v_proj.weight", (0, 0)), ("model.layers.0.block_sparse_moe.gate.weight", (1, 2)),
+        (f"{EXPERT_1}.w1.weight", (3, 5)), (f"{EXPERT_1}.w2.weight", (63, 47)), (f"{EXPERT_1}.w3.weight", (47, 63)),
+        ("model.norm.weight", (7,)),
+    ]  # fmt: skip
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for name, place in places:
+            with case(value, name, place):
+                model = TinyMixtral(num_shards=2)
+                folder = model.write(new_folder(), lambda tensors: tensors[name].__setitem__(place, value))
                 shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
-                assert conversion_refusal(folder) == (
-                    f"{shard}: tensor {name!r}: weight [{position[0]}, {position[1]}] is {text}, expected a number"
-                )
-
-
-def test_a_norm_weight_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    folder = changed(tmp_path, lambda tensors: tensors["model.norm.weight"].__setitem__(7, float("nan")))
-    assert conversion_refusal(folder) == (
-        "model.safetensors: tensor 'model.norm.weight': weight [7, 0] is nan, expected a number"
-    )
+                row, col = (*place, 0)[:2]
+                message = f"{shard}: tensor {name!r}: weight [{row}, {col}] is {value}, expected a number"
+                assert conversion_refusal(folder) == message
 
 
 def test_a_weight_far_down_a_matrix_is_named_by_its_row_there(new_folder: Callable[[], Path]) -> None:
     for value in [float("nan"), float("inf")]:
         for dtype in [torch.float16, torch.float32, torch.bfloat16]:
             with case(value, dtype):
-                tmp_path = new_folder()
                 model = TinyMixtral(vocab_size=600, dtype=dtype)
-                folder = model.write(tmp_path, lambda tensors: tensors["lm_head.weight"].__setitem__((550, 9), value))
-                assert conversion_refusal(folder).startswith(
-                    "model.safetensors: tensor 'lm_head.weight': weight [550, 9] is "
+                folder = model.write(
+                    new_folder(), lambda tensors: tensors["lm_head.weight"].__setitem__((550, 9), value)
                 )
+                begin = "model.safetensors: tensor 'lm_head.weight': weight [550, 9] is "
+                assert conversion_refusal(folder).startswith(begin)
 
 
 def test_large_weights_that_are_numbers_are_packed(new_folder: Callable[[], Path]) -> None:
+    head = "lm_head.weight"  # whose sum is beyond float32
     for width in [16, 4]:
-        for dtype, largest in [(torch.float16, 65504.0), (torch.bfloat16, 65280.0)]:
+        for dtype, name, largest in [
+            (torch.float16, f"{EXPERT_1}.w1.weight", 65504.0),
+            (torch.bfloat16, f"{EXPERT_1}.w1.weight", 65280.0),
+            (torch.bfloat16, head, 3e38),
+        ]:
             with case(width, dtype, largest):
-                tmp_path = new_folder()
-                model = TinyMixtral(dtype=dtype)
-                folder = model.write(tmp_path, lambda tensors: tensors[f"{EXPERT_1}.w1.weight"].fill_(largest))
-                assert pack(folder, tmp_path / "packed", width=width).written
-
-
-def test_a_sum_beyond_float32_of_weights_that_are_numbers_is_no_fault(tmp_path: Path) -> None:
-    folder = TinyMixtral().write(tmp_path, lambda tensors: tensors["lm_head.weight"].fill_(3e38))
-    assert pack(folder, tmp_path / "packed").written
+                folder = TinyMixtral(dtype=dtype).write(new_folder(), lambda tensors: tensors[name].fill_(largest))
+                assert pack(folder, folder / "packed", width=width).written
 
 
 @pytest.mark.parametrize("matrix", ["w1", "w3"])

@@ -1,17 +1,20 @@
-"""Codecs against bytes written by hand, against hqq's arithmetic, and against plain numpy."""
+"""Codecs against bytes written by hand, against hqq's arithmetic, and against plain numpy or Python."""
 
+import hashlib
+import json
 import warnings
+from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
-from support.cases import case
+from support.cases import assert_each, case
 from torch import Tensor
 
-from moe_pack.formats import BF16, part_format
+from moe_pack.formats import BF16, ROW_GROUP, PartFormat, part_format, trellis_format
+from moe_pack.formats.pack import codecs
 from moe_pack.formats.pack.codecs import Affine, Bf16, E5m2, Fp8, Mxfp4, affine, decode_part, pack_codes, unpack_codes
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS, format_fault
 
 WIDTHS = (1, 2, 3, 4, 8)
 
@@ -58,40 +61,22 @@ def test_a_block_of_codes_has_the_bytes_worked_out_by_hand() -> None:
     for width, codes, written in BLOCKS:
         with case(width, codes, written):
             assert bytes(pack_codes(codes_of([codes]), width)[0].tolist()).hex(" ") == written
-
-
-def test_bytes_written_by_hand_give_their_block_of_codes() -> None:
-    for width, codes, written in BLOCKS:
-        with case(width, codes, written):
             assert unpack_codes(codes_of([list(bytes.fromhex(written))]), width)[0].tolist() == codes
-
-
-def test_blocks_of_a_row_follow_each_other_and_rows_share_nothing() -> None:
-    for width, codes, written in BLOCKS:
-        with case(width, codes, written):
-            zeros, empty = [0] * 64, "00 " * (8 * width)
+            # Blocks of a row follow each other, and rows share nothing.
+            zeros, empty = [0] * 64, "00" * (8 * width)
             packed = pack_codes(codes_of([codes + zeros, zeros + codes]), width)
-            assert [bytes(row).hex() for row in packed.tolist()] == [
-                (written + empty).replace(" ", ""),
-                (empty + written).replace(" ", ""),
-            ]
+            raw = written.replace(" ", "")
+            assert [bytes(row).hex() for row in packed.tolist()] == [raw + empty, empty + raw]
 
 
 def test_packed_codes_come_back() -> None:
     for width in WIDTHS:
-        for cols in [64, 192, 448]:
-            with case(width, cols):
-                codes = random_codes(5, cols, width)
+        ends = codes_of([[0] * 64, [2**width - 1] * 64])
+        for codes in (ends, *(random_codes(5, cols, width) for cols in (64, 192, 448))):
+            with case(width, codes.shape):
                 packed = pack_codes(codes, width)
-                assert packed.shape == (5, cols * width // 8)
+                assert packed.shape == (len(codes), codes.shape[1] * width // 8)
                 assert torch.equal(unpack_codes(packed, width), codes)
-
-
-def test_codes_at_either_end_of_their_range_come_back() -> None:
-    for width in WIDTHS:
-        with case(width):
-            codes = codes_of([[0] * 64, [2**width - 1] * 64])
-            assert torch.equal(unpack_codes(pack_codes(codes, width), width), codes)
 
 
 def test_affine_decoding_is_bit_equal_to_hqq() -> None:
@@ -133,15 +118,11 @@ def random_scales(rows: int, groups: int) -> tuple[Tensor, Tensor]:
     return scale.view(torch.uint8), zero.view(torch.uint8)
 
 
-def test_an_affine_row_is_codes_then_scales_then_zeros() -> None:
+def test_an_affine_row_is_codes_then_scales_then_zeros_and_means_code_minus_zero_times_scale() -> None:
     codec = affine(part_format(4, 32), 64)
     scales, zeros = codec.store_scales(torch.tensor([[1.0, 0.5]]), torch.tensor([[2.0, -2.0]]))
-    row = bytes(codec.encode(codes_of([STAIRS]), scales, zeros)[0].tolist())
-    assert row.hex(" ") == f"{STAIRS_BYTES} 00 3c 00 38 00 40 00 c0"
-
-
-def test_a_hand_worked_row_decodes_to_code_minus_zero_times_scale() -> None:
-    row = codes_of([list(bytes.fromhex(f"{STAIRS_BYTES} 00 3c 00 38 00 40 00 c0"))])
+    row = codec.encode(codes_of([STAIRS]), scales, zeros)
+    assert bytes(row[0].tolist()).hex(" ") == f"{STAIRS_BYTES} 00 3c 00 38 00 40 00 c0"
     expected = [j // 4 - 2.0 for j in range(32)] + [(j // 4 + 2.0) * 0.5 for j in range(32, 64)]
     assert decode_part(part_format(4, 32), 64, row)[0].tolist() == expected
 
@@ -210,22 +191,18 @@ def test_byte_scales_decode_as_plain_numpy_decodes_them() -> None:
             assert torch.equal(bits(ours), bits(torch.from_numpy(expected)))
 
 
-def test_a_byte_scale_is_never_zero_so_that_every_group_can_hold_something() -> None:
+def test_a_byte_scale_is_within_half_a_step_of_the_scale_given_and_never_zero() -> None:
+    for groups in [1, 4, 24]:
+        with case(groups):
+            scale = torch.rand((20, groups), generator=torch.Generator().manual_seed(0)) + 0.1
+            codec = Affine(part_format(4, 16, 8), 16 * groups)
+            loaded, _ = codec.load_scales(*codec.store_scales(scale, scale))
+            largest = scale.amax(dim=1, keepdim=True)
+            # Half a step, and what rounding the multiplier to float16 (2^-11 of it) shifts the largest scale by.
+            assert ((loaded - scale).abs() <= 0.5 * largest / 255 + largest * 2**-11).all()
     codec = Affine(part_format(4, 16, 8), 64)
-    scale = torch.tensor([[1000.0, 1e-6, 1.0, 0.0]])
-    scales, zeros = codec.store_scales(scale, torch.zeros(1, 4))
-    loaded, _ = codec.load_scales(scales, zeros)
+    loaded, _ = codec.load_scales(*codec.store_scales(torch.tensor([[1000.0, 1e-6, 1.0, 0.0]]), torch.zeros(1, 4)))
     assert (loaded > 0).all()
-
-
-@pytest.mark.parametrize("groups", [1, 4, 24])
-def test_a_byte_scale_is_within_half_a_step_of_the_scale_given(groups: int) -> None:
-    scale = torch.rand((20, groups), generator=torch.Generator().manual_seed(0)) + 0.1
-    codec = Affine(part_format(4, 16, 8), 16 * groups)
-    loaded, _ = codec.load_scales(*codec.store_scales(scale, scale))
-    step = scale.amax(dim=1, keepdim=True) / 255
-    # Half a step, and what rounding the multiplier to float16 (2^-11 of it) shifts the largest scale by.
-    assert ((loaded - scale).abs() <= 0.5 * step + scale.amax(dim=1, keepdim=True) * 2**-11).all()
 
 
 # -- What FP8 and MXFP4 sources hold -----------------------------------------------------------------------------------
@@ -237,18 +214,12 @@ def scales_of(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float32)
 
 
-def test_an_fp8_row_is_codes_then_a_float32_for_128_of_them() -> None:
+def test_rows_of_sources_are_codes_then_scales() -> None:
     codes = torch.arange(192, dtype=torch.uint8).view(1, 192)
     row = bytes(Fp8(FP8, 192).encode(codes, scales_of(1.0, -0.5))[0].tolist())
     assert row == bytes(range(192)) + bytes.fromhex("00 00 80 3f 00 00 00 bf")
-
-
-def test_an_e5m2_row_is_codes_then_a_byte() -> None:
     row = bytes(E5m2(E5M2, 256).encode(EVERY_BYTE, codes_of([[131]]))[0].tolist())
     assert row == bytes(range(256)) + b"\x83"
-
-
-def test_an_mxfp4_row_is_a_block_of_codes_then_a_byte_for_32_of_them() -> None:
     row = bytes(Mxfp4(MXFP4, 64).encode(codes_of([STAIRS]), codes_of([[126, 129]]))[0].tolist())
     assert row.hex(" ") == f"{STAIRS_BYTES} 7e 81"
 
@@ -331,12 +302,8 @@ def test_bfloat16_weights_come_back_unchanged() -> None:
     weights[0, :4] = torch.tensor([0.0, -0.0, 3.3895314e38, 9.184e-41])  # the largest; the smallest subnormal
     codec = Bf16(BF16, 64)
     assert torch.equal(bits(codec.decode(codec.encode(weights))), bits(weights.to(torch.float32)))
-
-
-def test_a_bfloat16_row_is_little_endian() -> None:
-    assert bytes(Bf16(BF16, 64).encode(torch.tensor([[1.0, -2.0, 0.5] + [0.0] * 61]))[0].tolist())[:8].hex(" ") == (
-        "80 3f 00 c0 00 3f 00 00"
-    )
+    row = codec.encode(torch.tensor([[1.0, -2.0, 0.5] + [0.0] * 61]))[0]
+    assert bytes(row[:8].tolist()).hex(" ") == "80 3f 00 c0 00 3f 00 00"  # little-endian
 
 
 def test_float32_weights_round_to_the_nearest_bfloat16_ties_to_even() -> None:
@@ -345,3 +312,125 @@ def test_float32_weights_round_to_the_nearest_bfloat16_ties_to_even() -> None:
     expected = ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype("<u2")
     weights = torch.tensor([values + [0.0] * 58], dtype=torch.float32)
     assert bytes(Bf16(BF16, 64).encode(weights)[0, :12].tolist()) == expected.tobytes()
+
+
+# -- Trellises ---------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+FORMATS = [trellis_format(width, group, bits) for width in TRELLIS_WIDTHS for group, bits in ((ROW_GROUP, 16), (16, 8))]
+
+
+def random_steps(rows: int, num_cols: int, width: int) -> Tensor:
+    """Random nibbles, and as many bits of refinements as the width has: u8 [rows, steps]."""
+    generator = torch.Generator().manual_seed(width)
+    first, second = (1 << bits for bits in codecs.trellis_refinements(width))
+    nibbles, ours, theirs = (
+        torch.randint(0, size, (rows, num_cols // 2), generator=generator, dtype=torch.uint8)
+        for size in (16, first, second)
+    )
+    return nibbles | ours << 4 | theirs << 6
+
+
+def decoded_slowly(part: PartFormat, num_cols: int, codes: list[int], scales: list[float]) -> list[float]:
+    """A row's weights, step by step, from the codes that `encode` takes."""
+    newest, middle, oldest = (bytes.fromhex(table) for table in codecs.TRELLIS_HASH)
+    levels = [np.frombuffer(bytes.fromhex(table), np.int8).tolist() for table in codecs.TRELLIS_LEVELS[part.width]]
+    weights, before = [0.0] * num_cols, [0, 0]
+    for step, code in enumerate(codes):
+        mixed = newest[code & 15] ^ middle[before[0]] ^ oldest[before[1]]
+        before = [code & 15, before[0]]
+        block, place = divmod(step, 32)
+        column = block * 64 + place // 2 + (16 if place % 2 else 0)
+        for half, (one_set, refinement) in enumerate(((mixed & 15, code >> 4 & 3), (mixed >> 4, code >> 6))):
+            level = levels[half][16 * refinement + one_set]
+            weights[column + 32 * half] = level * scales[(column + 32 * half) // (part.group or num_cols)]
+    return weights
+
+
+def test_rows_are_read_as_a_register_of_three_nibbles_reads_them() -> None:
+    for part in FORMATS:
+        with case(part):
+            codec, codes = codecs.Trellis(part, 192), random_steps(4, 192, part.width)
+            stored = codec.store_scales(torch.rand(4, codec.num_groups, generator=torch.Generator().manual_seed(1)))
+            rows = codec.encode(codes, stored)
+            assert rows.shape == (4, part.part_bytes(192))
+            scales = codec.load_scales(stored).tolist()
+            expected = [decoded_slowly(part, 192, row.tolist(), scales[i]) for i, row in enumerate(codes)]
+            assert torch.equal(decode_part(part, 192, rows), torch.tensor(expected))
+
+
+def test_each_code_has_its_bits_where_the_page_says() -> None:
+    # One step's code alone, of 64 columns: where its nibble and its two refinements lie.
+    cases: list[tuple[int, int, int, dict[int, int]]] = [
+        (4, 0, 0b1001, {0: 0b1001}),
+        (4, 31, 0b1001, {15: 0b1001_0000}),
+        (5, 3, 0b01_00_0001, {1: 0b0001_0000, 16 + 1: 1 << 4}),  # columns 17 and 49: bit 17 // 4 of byte 17 % 4
+        (6, 3, 0b00_01_0001, {1: 0b0001_0000, 16 + 1: 1 << 4}),
+        (6, 3, 0b01_00_0001, {1: 0b0001_0000, 20 + 1: 1 << 4}),
+        (7, 31, 0b10_01_0001, {15: 0b0001_0000, 16 + 3: 1 << 7, 20 + 7: 0b10 << 6}),  # columns 31 and 63
+        (8, 12, 0b11_10_0001, {6: 0b0001, 16 + 6: 0b10, 24 + 6: 0b11}),  # columns 6 and 38
+    ]
+    for width, step, code, expected in cases:
+        with case(width, step, code):
+            codec, codes = codecs.Trellis(trellis_format(width, ROW_GROUP), 64), torch.zeros(1, 32, dtype=torch.uint8)
+            codes[0, step] = code
+            row = codec.encode(codes, codec.store_scales(torch.ones(1, 1)))[0].tolist()
+            assert {i: byte for i, byte in enumerate(row[:-2]) if byte} == expected
+            assert row[-2:] == [0x00, 0x3C]
+
+
+def test_steps_have_the_columns_of_codes_of_two_bits() -> None:
+    columns = codecs.trellis_columns(128)
+    assert columns[:4].tolist() == [[0, 32], [16, 48], [1, 33], [17, 49]]
+    assert columns[31:33].tolist() == [[31, 63], [64, 96]]
+    assert columns.flatten().sort().values.tolist() == list(range(128))
+
+
+def test_windows_have_the_newest_nibble_on_top_and_begin_with_zeros() -> None:
+    windows = codecs.trellis_windows(torch.tensor([[1, 2, 3, 4]], dtype=torch.uint8))
+    assert windows.tolist() == [[0x100, 0x210, 0x321, 0x432]]
+    newest, middle, oldest = (bytes.fromhex(table) for table in codecs.TRELLIS_HASH)
+    assert codecs.trellis_hashes()[0x432] == newest[4] ^ middle[3] ^ oldest[2]
+
+
+def test_a_scale_of_zero_is_kept() -> None:
+    for scale_bits in (8, 16):
+        codec = codecs.Trellis(trellis_format(4, 16, scale_bits), 64)
+        scales = codec.store_scales(torch.tensor([[0.0, 1.0, 0.5, 0.0]]))
+        assert (codec.load_scales(scales) == 0).tolist() == [[True, False, False, True]]
+
+
+def test_tables_have_the_sizes_and_the_range_that_the_format_says() -> None:
+    assert tuple(codecs.TRELLIS_LEVELS) == tuple(codecs.TRELLIS_UNITS) == TRELLIS_WIDTHS
+    assert [len(bytes.fromhex(table)) for table in codecs.TRELLIS_HASH] == [16, 16, 16]
+    for width in TRELLIS_WIDTHS:
+        for levels, bits in zip(codecs.trellis_levels(width), codecs.trellis_refinements(width), strict=True):
+            assert len(levels) == 16 << bits
+            assert levels.abs().max() <= (32 if width <= 6 else 64)
+        assert sum(codecs.trellis_refinements(width)) == width - 4
+
+
+def test_the_specification_has_the_same_tables() -> None:
+    documented = json.loads((ROOT / "docs" / "trellis-tables.json").read_text())
+    hashes = [bytes(table) for table in documented["hash"].values()]
+    assert list(documented["hash"]) == ["newest", "middle", "oldest"]
+    assert hashes == [bytes.fromhex(table) for table in codecs.TRELLIS_HASH]
+    assert [int(width) for width in documented["levels"]] == list(TRELLIS_WIDTHS)
+    stored = b"".join(hashes)
+    for width, tables in documented["levels"].items():
+        levels = [np.array(table, np.int8).tobytes() for table in tables]
+        assert levels == [bytes.fromhex(table) for table in codecs.TRELLIS_LEVELS[int(width)]], width
+        stored += b"".join(levels)
+    assert hashlib.sha256(stored).hexdigest() in (ROOT / "docs" / "pack.md").read_text()
+
+
+def test_formats_that_rows_cannot_have_are_named() -> None:
+    cases = [
+        (trellis_format(3, 64), "trellis of width 3, expected one of 4, 5, 6, 7, 8"),
+        (trellis_format(9, 64), "trellis of width 9, expected one of 4, 5, 6, 7, 8"),
+        (trellis_format(4, 48), "group size 48, expected one of 16, 32, 64, 128 or row"),
+        (trellis_format(4, 64, 4), "scales of 4 bits, expected 8 or 16"),
+        (trellis_format(4, 128), "group size 128 does not divide rows of 192 values"),
+        (trellis_format(4, 64), None),
+    ]
+    assert_each(cases, lambda part: format_fault(part, 192))

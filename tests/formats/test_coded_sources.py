@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import case
+from support.cases import assert_each, case, line_of
 from support.coded import (
     FP8_CONFIG,
     IN_BLOCKS,
@@ -44,9 +44,7 @@ def in_fp8(tensors: Tensors) -> Tensors:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        Checkpoint(folder)
-    return str(refused.value)
+    return line_of(CheckpointError, lambda: Checkpoint(folder))
 
 
 def assert_experts_mean(checkpoint: Checkpoint, meant: Tensors) -> None:
@@ -137,47 +135,41 @@ def test_scales_are_accounted_for_as_such(tmp_path: Path) -> None:
     checkpoint.close()
 
 
-def rescaled(tensors: Tensors, name: str, scales: torch.Tensor | None) -> None:
-    in_fp8(tensors)
-    if scales is None:
-        del tensors[f"{name}_scale_inv"]
-    else:
-        tensors[f"{name}_scale_inv"] = scales
+def test_scales_that_are_missing_or_misshapen_are_refused(new_folder: Callable[[], Path]) -> None:
+    def found(scales: torch.Tensor | None) -> str:
+        def change(tensors: Tensors) -> None:
+            in_fp8(tensors)
+            if scales is None:
+                del tensors[f"{GATE}_scale_inv"]
+            else:
+                tensors[f"{GATE}_scale_inv"] = scales
 
+        return refusal(fp8_model().write(new_folder(), change))
 
-@pytest.mark.parametrize(
-    ("scales", "message"),
-    [
+    cases = [
         (None, "is missing"),
         (torch.ones(3, 1), "has shape [3, 1], expected [3, 2]"),
         (torch.ones((3, 2), dtype=torch.uint8), "is U8, expected one of BF16, F16, F32"),
-    ],
-)
-def test_scales_that_are_missing_or_misshapen_are_refused(
-    scales: torch.Tensor | None, message: str, tmp_path: Path
-) -> None:
-    fp8_model().write(tmp_path, lambda tensors: rescaled(tensors, GATE, scales))
-    assert refusal(tmp_path) == f"checkpoint: tensor '{GATE}_scale_inv' {message}"
+    ]
+    assert_each(cases, found, f"checkpoint: tensor '{GATE}_scale_inv' ")
 
 
-def test_scales_of_a_matrix_that_is_in_16_bits_belong_to_nothing(tmp_path: Path) -> None:
-    name = f"{GATE}_scale_inv"
-    fp8_model().write(tmp_path, lambda tensors: tensors.update({name: torch.ones(3, 2)}))
-    assert refusal(tmp_path) == (
-        f"checkpoint: tensor {name!r} has no role in the model that config.json describes; the pack would lose it"
-    )
-
-
-def test_fp8_that_the_config_does_not_speak_of_is_refused(tmp_path: Path) -> None:
-    TinyMixtral(D, F, num_layers=2).write(tmp_path, in_fp8)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert refusal(tmp_path) == f"checkpoint: tensor {name!r} is F8_E4M3, expected one of BF16, F16, F32"
-
-
-def test_a_norm_or_a_router_in_fp8_is_refused(tmp_path: Path) -> None:
-    name = "model.layers.0.block_sparse_moe.gate.weight"
-    fp8_model().write(tmp_path, lambda tensors: quantize_fp8(tensors, (name,)))
-    assert refusal(tmp_path) == f"checkpoint: tensor {name!r} is F8_E4M3, expected one of BF16, F16, F32"
+def test_fp8_where_none_may_be_is_refused(new_folder: Callable[[], Path]) -> None:
+    q, router = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.block_sparse_moe.gate.weight"
+    cases = [
+        (TinyMixtral(D, F, num_layers=2), in_fp8, f"{q!r} is F8_E4M3, expected one of BF16, F16, F32"),  # by the config
+        (
+            fp8_model(),
+            lambda tensors: quantize_fp8(tensors, (router,)),
+            f"{router!r} is F8_E4M3, expected one of BF16, F16, F32",
+        ),
+        (
+            fp8_model(),
+            lambda tensors: tensors.update({f"{GATE}_scale_inv": torch.ones(3, 2)}),  # of a matrix in 16 bits
+            f"'{GATE}_scale_inv' has no role in the model that config.json describes; the pack would lose it",
+        ),
+    ]
+    assert_each(cases, lambda model, change: refusal(model.write(new_folder(), change)), "checkpoint: tensor ")
 
 
 def test_scales_in_bfloat16_are_read_exactly(tmp_path: Path) -> None:
@@ -208,12 +200,11 @@ def test_another_quantization_is_refused_by_name(new_folder: Callable[[], Path])
         ({"quant_method": None},
          "quant_method is '', supported: fp8, mxfp4, compressed-tensors; use the 16-bit original"),
     ]  # fmt: skip
-    for config, message in cases:
-        with case(config, message):
-            tmp_path = new_folder()
-            assert (
-                refusal(fp8_model(**config).write(tmp_path, in_fp8)) == f"config.json: quantization_config: {message}"
-            )
+
+    def found(config: dict[str, Any]) -> str:
+        return refusal(fp8_model(**config).write(new_folder(), in_fp8))
+
+    assert_each(cases, found, "config.json: quantization_config: ")
 
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])

@@ -27,8 +27,6 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One option of each kind."""
-
     out: Path = field(metadata=option("--out", "-o", help="Where."))
     width: Literal[8, 16] = field(default=16, metadata=option("--width", help="How wide.", mark="chosen"))
     name: Literal["auto"] | Literal["a", "b"] = field(default="auto", metadata=option("--name", help="Which."))

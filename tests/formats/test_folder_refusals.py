@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import case
+from support.cases import case, line_of
 from support.folders import EMBED, HEAD, INDEX, OTHER, SHARDS, SINGLE, base_alone, sharded, single, with_files, without
 from support.models import Tensors
 
@@ -21,19 +21,13 @@ GGUF = Path(__file__).parents[1] / "data" / "gguf" / "mixtral.gguf"
 ADAPTER = "peft: PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(OUT)"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4976698672\n"
 PAGES = (
-    "<!DOCTYPE html><html>not found</html>",
-    "\n<html lang=en>",
-    '<?xml version="1.0"?><Error/>',
+    "<!DOCTYPE html><html>not found</html>", "\n<html lang=en>", '<?xml version="1.0"?><Error/>',
     "<Error><Code>AccessDenied</Code></Error>",
-)
+)  # fmt: skip
 
 
 def refusal(source: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        Checkpoint(find_checkpoint(str(source)))
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
+    return line_of(CheckpointError, lambda: Checkpoint(find_checkpoint(str(source))))
 
 
 def test_a_folder_with_two_models_is_refused_until_one_is_removed(tmp_path: Path) -> None:
@@ -49,14 +43,10 @@ def test_a_folder_with_two_models_is_refused_until_one_is_removed(tmp_path: Path
 
 def test_an_adapter_that_is_not_merged_is_refused(new_folder: Callable[[], Path]) -> None:
     names = [
-        "adapter_model.safetensors",
-        "adapter_model.bin",
-        "adapter_model-00001-of-00002.safetensors",
-        "adapters.safetensors",
-        "0000100_adapters.safetensors",
-        "pytorch_lora_weights.safetensors",
+        "adapter_model.safetensors", "adapter_model.bin", "adapter_model-00001-of-00002.safetensors",
+        "adapters.safetensors", "0000100_adapters.safetensors", "pytorch_lora_weights.safetensors",
         "my-LoRA.safetensors",
-    ]
+    ]  # fmt: skip
     for name in names:
         for make in (single, sharded, with_gguf):
             with case(name, make):
@@ -79,11 +69,8 @@ def with_gguf(folder: Path) -> Path:
 
 def test_tensors_of_an_adapter_are_refused(new_folder: Callable[[], Path]) -> None:
     names = [
-        "q_proj.lora_A.weight",
-        "q_proj.base_layer.weight",
-        "q_proj.lora_magnitude_vector",
-        "q_proj.lora_B.x.weight",
-    ]
+        "q_proj.lora_A.weight", "q_proj.base_layer.weight", "q_proj.lora_magnitude_vector", "q_proj.lora_B.x.weight",
+    ]  # fmt: skip
     for name in names:
         name = f"base_model.model.model.layers.0.self_attn.{name}"
         with case(name):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from numpy.typing import NDArray
-from support.cases import case
+from support.cases import case, line_of
 from support.golden_gguf import GOLDEN
 from support.models import DEMO_MODEL, TinyMixtral
 from tokenizers import Tokenizer, models, trainers
@@ -44,14 +44,16 @@ PAGE = (
 
 
 def logits(path: Path, ids: list[int]) -> NDArray[np.float32]:
-    checkpoint = Checkpoint(GgufFiles(path))
-    found = Decoder(CheckpointWeights(checkpoint, torch.device("cpu")), 64).logits(ids).numpy()
-    checkpoint.close()
-    return found
+    with closing(Checkpoint(GgufFiles(path))) as checkpoint:
+        return Decoder(CheckpointWeights(checkpoint, torch.device("cpu")), 64).logits(ids).numpy()
+
+
+def assert_same_logits(path: Path, golden: Path = MIXTRAL) -> None:
+    expected = stored(golden)
+    assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """Returns the logits of a golden file, and the tokens they belong to."""
     with np.load(path.with_suffix(".npz")) as arrays:
         return dict(arrays)
 
@@ -84,11 +86,7 @@ def rewritten(
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        Checkpoint(GgufFiles(path)).close()
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
+    return line_of(CheckpointError, lambda: Checkpoint(GgufFiles(path)).close())
 
 
 # --- what is read
@@ -100,12 +98,10 @@ def test_each_architecture_has_a_file() -> None:
 
 
 def test_each_family_has_the_logits_of_its_dequantized_weights_in_transformers() -> None:
-    """llama.cpp's converter wrote the files, and transformers ran the checkpoints: see golden_gguf.py."""
     for path in sorted(GOLDEN.glob("*.gguf")):
         with case(path.stem):
-            expected = stored(path)
-            assert np.abs(expected["logits"]).max() > 0.5, "logits so small that the bound would prove nothing"
-            assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+            assert np.abs(stored(path)["logits"]).max() > 0.5, "logits so small that the bound would prove nothing"
+            assert_same_logits(path, path)
 
 
 def test_config_json_names_the_class_of_the_model() -> None:
@@ -154,21 +150,19 @@ def test_values_of_16_and_32_bits_keep_their_bytes(tmp_path: Path) -> None:
                 tmp_path / f"{name}.gguf",
                 tensors=lambda tensors: tensors.update({"token_embd.weight": (raw, gguf.GGMLQuantizationType[name])}),
             )
-            files = GgufFiles(path)
-            entry = files.entries()["model.embed_tokens.weight"]
-            assert (entry.dtype, entry.shape) == (name, (64, 64))
-            np.testing.assert_array_equal(files.read(entry.name, 0, entry.num_bytes), raw.reshape(-1))
-            files.close()
+            with closing(GgufFiles(path)) as files:
+                entry = files.entries()["model.embed_tokens.weight"]
+                assert (entry.dtype, entry.shape) == (name, (64, 64))
+                np.testing.assert_array_equal(files.read(entry.name, 0, entry.num_bytes), raw.reshape(-1))
 
 
 def test_a_model_in_parts_is_that_in_one_file(tmp_path: Path) -> None:
     rewritten(tmp_path / "model.gguf", split_max_tensors=9)
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) == 3
-    expected = stored(MIXTRAL)
     assert find_gguf(tmp_path) == parts[0]
     for part in parts:
-        assert np.abs(logits(part, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+        assert_same_logits(part)
     parts[1].unlink()
     assert refusal(parts[0]) == f"{parts[0].name}: the model's part {parts[1].name} is missing in {tmp_path}"
 
@@ -184,9 +178,7 @@ def test_experts_gate_and_up_or_queries_keys_and_values_may_be_in_one_tensor(tmp
                 raw = np.concatenate([part[0] for part in parts], axis=axis)
                 tensors[f"blk.{layer}.{joined}.weight"] = (raw, parts[0][1])
 
-    expected = stored(MIXTRAL)
-    path = rewritten(tmp_path / "joined.gguf", tensors=join)
-    assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+    assert_same_logits(rewritten(tmp_path / "joined.gguf", tensors=join))
 
 
 def test_files_of_early_2024_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
@@ -196,18 +188,14 @@ def test_files_of_early_2024_have_a_tensor_for_each_expert(tmp_path: Path) -> No
             for expert, matrix in enumerate(raw):
                 tensors[name.replace("_exps.", f".{expert}.")] = (matrix, kind)
 
-    expected = stored(MIXTRAL)
-    path = rewritten(tmp_path / "early.gguf", tensors=part)
-    assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+    assert_same_logits(rewritten(tmp_path / "early.gguf", tensors=part))
 
 
 def test_mxfp4_blocks_keep_their_codes() -> None:
-    checkpoint = Checkpoint(GgufFiles(GOLDEN / "gpt_oss.gguf"))
-    assert {source.codec for source in checkpoint.claims.experts.values()} == {"mxfp4"}
-    assert checkpoint.files.notes() == [
-        "gpt_oss.gguf: F32: 25 tensors, as they are; MXFP4: 10 tensors, dequantized; MXFP4: 6 tensors, as they are"
-    ]
-    checkpoint.close()
+    with closing(Checkpoint(GgufFiles(GOLDEN / "gpt_oss.gguf"))) as checkpoint:
+        assert {source.codec for source in checkpoint.claims.experts.values()} == {"mxfp4"}
+        counts = "F32: 25 tensors, as they are; MXFP4: 10 tensors, dequantized; MXFP4: 6 tensors, as they are"
+        assert checkpoint.files.notes() == [f"gpt_oss.gguf: {counts}"]
 
 
 def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
@@ -225,14 +213,10 @@ def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
         values |= {f"{prefix}.block_count": (layers, UINT32), f"{prefix}.nextn_predict_layers": (1, UINT32)}
 
     cases = {
-        "glm4_moe": "model.layers.2.",
-        "qwen3_next": "mtp.layers.0.",
-        "exaone_moe": "mtp.blk.2.",
-        "mimo_v2_flash": "model.mtp.blk.2.",
-        "step3p5": "model.layers.3.",
-        "bailing_hybrid": "model.layers.2.",
+        "glm4_moe": "model.layers.2.", "qwen3_next": "mtp.layers.0.", "exaone_moe": "mtp.blk.2.",
+        "mimo_v2_flash": "model.mtp.blk.2.", "step3p5": "model.layers.3.", "bailing_hybrid": "model.layers.2.",
         "deepseek_v32": "model.layers.2.",
-    }
+    }  # fmt: skip
     for family, begin in cases.items():
         with case(family):
             path = rewritten(tmp_path / f"{family}.gguf", GOLDEN / f"{family}.gguf", values=count, tensors=add)
@@ -304,41 +288,28 @@ def byte_level() -> dict[str, Any]:
     vocabulary = values["model"]["vocab"]
     tokens = sorted(vocabulary, key=lambda text: int(vocabulary[text]))
     return {
-        "ggml.model": "gpt2",
-        "ggml.pre": "gpt-2",
-        "ggml.tokens": tokens,
+        "ggml.model": "gpt2", "ggml.pre": "gpt-2", "ggml.tokens": tokens,
         "ggml.token_type": [3 if number in special else 1 for number in range(len(tokens))],
-        "ggml.merges": [" ".join(merge) for merge in values["model"]["merges"]],
-        "ggml.bos_token_id": 0,
-        "ggml.eos_token_id": 1,
-        "ggml.add_bos_token": True,
-    }
+        "ggml.merges": [" ".join(merge) for merge in values["model"]["merges"]], "ggml.bos_token_id": 0,
+        "ggml.eos_token_id": 1, "ggml.add_bos_token": True,
+    }  # fmt: skip
 
 
 def test_a_byte_level_tokenizer_gives_the_originals_tokens(tmp_path: Path) -> None:
     original = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    files = GgufFiles(
-        with_tokenizer(
-            tmp_path / "model.gguf",
-            byte_level() | {"chat_template": "{{ messages[0].content }}", "ggml.eot_token_id": 3},
-        )
-    )
-    text = Text(files)
+    more = {"chat_template": "{{ messages[0].content }}", "ggml.eot_token_id": 3}
+    with closing(GgufFiles(with_tokenizer(tmp_path / "model.gguf", byte_level() | more))) as files:
+        text = Text(files)
     assert text.encode(PAGE) == original.encode(PAGE).ids
-    assert (
-        text.encode(f"<s>{PAGE}</s>", special_tokens=False)
-        == original.encode(f"<s>{PAGE}</s>", add_special_tokens=False).ids
-    )
-    assert text.end_ids == {1, 3}
-    assert text.chat_template is not None
+    marked = original.encode(f"<s>{PAGE}</s>", add_special_tokens=False).ids
+    assert text.encode(f"<s>{PAGE}</s>", special_tokens=False) == marked
+    assert text.end_ids == {1, 3} and text.chat_template is not None
     stream = text.stream([])
     ids = text.encode(PAGE, special_tokens=False)
-    assert "".join(stream.push(number) for number in ids) + stream.finish() == PAGE
-    files.close()
+    assert "".join(map(stream.push, ids)) + stream.finish() == PAGE
 
 
 def test_a_sentencepiece_tokenizer_gives_the_originals_tokens(tmp_path: Path) -> None:
-    """Of pair encoding the rank of a merge is all that a score says; the library itself merges by rank."""
     trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     special = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
     space = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -348,22 +319,18 @@ def test_a_sentencepiece_tokenizer_gives_the_originals_tokens(tmp_path: Path) ->
     tokens = sorted(values["vocab"], key=lambda text: int(values["vocab"][text]))
     ranks = {"".join(merge): rank for rank, merge in enumerate(reversed(values["merges"]))}
     fields = {
-        "ggml.model": "llama",
-        "ggml.tokens": tokens,
+        "ggml.model": "llama", "ggml.tokens": tokens,
         "ggml.scores": [float(-len(ranks) + ranks.get(token, -len(tokens))) for token in tokens],
-        "ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
-        "ggml.bos_token_id": 1,
-        "ggml.eos_token_id": 2,
-        "ggml.unknown_token_id": 0,
-    }
-    files = GgufFiles(with_tokenizer(tmp_path / "model.gguf", fields))
-    text = Text(files)
+        "ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)], "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    with closing(GgufFiles(with_tokenizer(tmp_path / "model.gguf", fields))) as files:
+        text = Text(files)
     trained.add_special_tokens(special[:3])
     assert text.encode(PAGE) == [1, *trained.encode(space + PAGE.replace(" ", space)).ids]
     assert text.encode("no 北 in it")[0] == 1
     stream = text.stream([])
     assert "".join(map(stream.push, text.encode(PAGE))) + stream.finish() == PAGE
-    files.close()
 
 
 def test_a_tokenizer_with_unknown_rules_is_refused(tmp_path: Path) -> None:
@@ -375,18 +342,15 @@ def test_a_tokenizer_with_unknown_rules_is_refused(tmp_path: Path) -> None:
     ]
     for number, (change, message) in enumerate(changes):
         with case(message):
-            files = GgufFiles(with_tokenizer(tmp_path / f"{number}.gguf", byte_level() | change))
-            with pytest.raises(CheckpointError) as refused:
-                files.has("tokenizer.json")
-            assert str(refused.value).startswith(f"{number}.gguf: {message}")
-            files.close()
+            with closing(GgufFiles(with_tokenizer(tmp_path / f"{number}.gguf", byte_level() | change))) as files:
+                found = line_of(CheckpointError, lambda: files.has("tokenizer.json"))
+            assert found.startswith(f"{number}.gguf: {message}")
 
 
 def test_a_file_without_a_tokenizer_gets_a_note(tmp_path: Path) -> None:
-    files = GgufFiles(with_tokenizer(tmp_path / "model.gguf", {}))
-    (note,) = check_text(files, 4096)
+    with closing(GgufFiles(with_tokenizer(tmp_path / "model.gguf", {}))) as files:
+        (note,) = check_text(files, 4096)
     assert note.startswith(f"{tmp_path}/model.gguf: has no tokenizer, so the pack cannot read text, and moe-run can on")
-    files.close()
 
 
 FLOAT, TEXT = [gguf.GGUFValueType.FLOAT32], [gguf.GGUFValueType.STRING]
@@ -429,7 +393,7 @@ def test_linear_scaling_is_read_in_each_spelling(tmp_path: Path) -> None:
 
 
 def llama3_factors(theta: float, size: int, scaling: dict[str, float]) -> NDArray[np.float32]:
-    """What llama.cpp's converter writes of a model whose positions are scaled by bands."""
+    """Returns the factors that llama.cpp's converter writes for a scaling by bands."""
     factor, low, high, context = scaling.values()
     found = []
     for pair in range(size // 2):
@@ -571,9 +535,8 @@ def test_factors_of_rotary_positions_that_are_not_the_models_are_refused(tmp_pat
 
 def test_a_head_that_is_missing_is_the_embedding(tmp_path: Path) -> None:
     path = rewritten(tmp_path / "tied.gguf", tensors=lambda tensors: tensors.pop("output.weight"))
-    checkpoint = Checkpoint(GgufFiles(path))
-    assert checkpoint.spec.tied_head
-    checkpoint.close()
+    with closing(Checkpoint(GgufFiles(path))) as checkpoint:
+        assert checkpoint.spec.tied_head
 
 
 def test_a_folder_names_its_one_model(tmp_path: Path) -> None:

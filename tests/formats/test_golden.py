@@ -1,10 +1,7 @@
 """Tiny packs whose bytes are fixed here, by the SHA-256 of every file.
 
-The weights, or the codes, are arithmetic progressions and the quantizer is `nearest`, plain float32 arithmetic on
-single elements: neither a generator's stream nor the order of a sum can change the bytes. A test that fails here has
-seen a change of the format (or of what `nearest` computes). If it is meant, version, specification (docs/pack.md)
-and this file change together, in one commit that says why; if not, packs that people have would no longer be what is
-written.
+Weights and codes are arithmetic progressions, and the quantizer is plain float32 arithmetic on single elements. If a
+change of the format (or of `nearest`) is meant, version, docs/pack.md and this file change together.
 """
 
 import dataclasses
@@ -39,8 +36,6 @@ MODEL = TinyMixtral(intermediate_size=20, num_layers=2, num_experts=3)
 
 @dataclass(frozen=True)
 class Golden:
-    """A plan, and the digests of the files that depend on it."""
-
     selector: Selector
     selector_format: PartFormat
     record_format: PartFormat
@@ -118,7 +113,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def without_versions(manifest: bytes) -> bytes:
-    """The manifest's bytes without what names package versions, and without digests that cover these."""
+    """Returns the manifest's bytes without package versions, and without digests that cover these."""
     for changing in (rb' "made_with": \[.*?\n \],\n', rb' "conversion": "\w{64}",\n', rb' "sha256": "\w{64}"\n'):
         manifest, found = re.subn(rb"(?m)^" + changing, b"", manifest, flags=re.DOTALL)
         assert found == 1, changing

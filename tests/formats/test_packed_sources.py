@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import case
+from support.cases import case, line_of
 from support.coded import packed_config, packed_words, quantize_packed
 from support.models import Tensors, TinyMixtral
 
@@ -52,9 +52,7 @@ def source_of(
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        Checkpoint(folder)
-    return str(refused.value)
+    return line_of(CheckpointError, lambda: Checkpoint(folder))
 
 
 def test_words_are_those_of_compressed_tensors() -> None:
@@ -258,7 +256,6 @@ def test_another_scheme_is_refused_by_name(new_folder: Callable[[], Path]) -> No
 
 
 def changed(folder: Path, quantization: dict[str, Any]) -> str:
-    """The line that refuses a checkpoint with this `quantization_config`."""
     source_of(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from support.cases import case
+from support.cases import assert_each, case, line_of
 from support.specs import GROUPED
 
 from moe_pack.formats import (
@@ -35,9 +35,7 @@ PLAN = uniform_plan(SPEC, "up", FOUR, BF16)
 
 
 def refusal(plan: Plan, spec: ModelSpec = SPEC) -> str:
-    with pytest.raises(PlanError) as caught:
-        pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec)))
-    return str(caught.value)
+    return line_of(PlanError, lambda: pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec))))
 
 
 def test_a_uniform_plan_stores_selector_and_records_as_asked() -> None:
@@ -70,9 +68,7 @@ def test_a_plan_for_another_model_is_refused() -> None:
         ({"dense": (None, part_format(8, 64), *PLAN.dense[2:])},
          "plan: dense layers.0.attention_norm: must not be quantized"),
     ]  # fmt: skip
-    for change, message in cases:
-        with case(change, message):
-            assert refusal(dataclasses.replace(PLAN, **change)) == message  # type: ignore[arg-type]  # one field each
+    assert_each(cases, lambda change: refusal(dataclasses.replace(PLAN, **change)))
 
 
 def test_a_format_that_no_codec_has_is_refused() -> None:
@@ -90,11 +86,11 @@ def test_a_format_that_no_codec_has_is_refused() -> None:
         (PartFormat("mxfp4", 4, 32, 16), "mxfp4 has scales of 8 bits, found 16"),
         (PartFormat("affine", 16, 64, 16), "width 16, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)"),
     ]
-    for part, fault in cases:
-        with case(part, fault):
-            with pytest.raises(PlanError, match=r"^--record-bits/--group-size: ") as caught:
-                uniform_plan(SPEC, "up", FOUR, part)
-            assert str(caught.value).endswith(fault)
+
+    def found(part: PartFormat) -> str:
+        return line_of(PlanError, lambda: uniform_plan(SPEC, "up", FOUR, part))
+
+    assert_each(cases, found, "--record-bits/--group-size: ")
 
 
 def test_experts_without_gate_have_no_gate_selector() -> None:
@@ -110,10 +106,11 @@ def test_formats_are_named_as_tables_show_them() -> None:
     assert [format_text(part) for part in formats] == names
 
 
-@pytest.mark.parametrize("part", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
-def test_codecs_of_sources_take_rows_of_whole_blocks(part: PartFormat) -> None:
-    assert [format_fault(part, num_cols) for num_cols in (64, 192, 2880)] == [None] * 3
-    assert format_fault(part, 96) == "rows of 96 values, expected a multiple of 64"
+def test_codecs_of_sources_take_rows_of_whole_blocks() -> None:
+    for part in (FP8, E5M2, MXFP4):
+        with case(part):
+            assert [format_fault(part, num_cols) for num_cols in (64, 192, 2880)] == [None] * 3
+            assert format_fault(part, 96) == "rows of 96 values, expected a multiple of 64"
 
 
 def test_bytes_of_a_row_are_those_of_codes_and_scales() -> None:

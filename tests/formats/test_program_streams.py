@@ -1,14 +1,16 @@
-"""What programs do with bytes that are no text, and with standard streams that are closed, full or of few letters."""
+"""Programs get bytes that are no text, standard streams that are closed, full or of few letters, and SIGTERM."""
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from support.cases import case
 
 from moe_pack.convert.cli.main import main as moe_pack
@@ -104,3 +106,54 @@ def test_standard_streams_may_be_closed_full_or_of_few_letters(tmp_path: Path) -
             )
             assert done.returncode == code and done.stdout == out, done.stderr
             assert done.stderr.startswith(err) and done.stderr.count("\n") == bool(err)
+
+
+@pytest.fixture
+def usual_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def run(body: Callable[[], None]) -> Result:
+    command = click.command()(command_errors(interrupted="interrupted")(body))
+    return CliRunner().invoke(command, prog_name="moe-test")
+
+
+def end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_ends_a_command_in_a_line_and_the_handler_goes_with_it(usual_handler: None) -> None:
+    result = run(end)
+    assert (result.exit_code, result.stderr) == (143, "moe-test: interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_second_sigterm_does_not_break_off_what_cleans_up(usual_handler: None, tmp_path: Path) -> None:
+    def body() -> None:
+        try:
+            end()
+        finally:
+            end()
+            (tmp_path / "cleaned").touch()
+
+    assert run(body).exit_code == 143
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_where_sigterm_is_ignored_it_stays_so(usual_handler: None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert run(end).exit_code == 0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_a_forked_child_dies_of_sigterm_as_any_process(usual_handler: None) -> None:
+    def body() -> None:
+        child = os.fork()
+        if not child:
+            end()
+            os._exit(0)  # not reached
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+    assert run(body).exit_code == 0

@@ -1,4 +1,4 @@
-"""What long work reports: on standard error, lines where there is no terminal, and how honest they are about time."""
+"""Long work reports on standard error: lines where there is no terminal, and honest times."""
 
 import itertools
 import os
@@ -55,7 +55,6 @@ def test_where_there_is_no_terminal_each_stage_has_a_first_and_a_last_line(capsy
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], number: int) -> list[str]:
-    """Returns the lines of standard error, once there are so many."""
     text = ""
     while text.count("\n") < number:
         time.sleep(0.002)
@@ -90,7 +89,6 @@ def test_work_that_fails_is_not_called_done_and_leaves_no_thread(capsys: pytest.
 
 
 def interrupted_after(num_lines: int) -> bool:
-    """Returns whether Ctrl-C ended the work, if it came after so many lines of TerminalProgress."""
     left = num_lines
 
     def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
@@ -166,7 +164,6 @@ def test_on_a_terminal_a_bar_shows_the_share_of_time(monkeypatch: pytest.MonkeyP
 def told(
     stage: Stage, reports: list[tuple[str, int, float]], begin: float = 100.0
 ) -> Iterator[tuple[float, StageTime]]:
-    """Yields the clock after each report, which names a kind, its units and the seconds that they took."""
     now, seen = begin, StageTime(stage, begin)
     for kind, units, seconds in reports:
         now += seconds
@@ -231,7 +228,7 @@ def test_a_report_that_stays_out_makes_the_rest_longer() -> None:
 
 
 def test_workers_that_report_at_once_do_not_confuse_the_prediction() -> None:
-    """Of 16 workers 16 reports come together, each minute and a half."""
+    """16 reports come together, each minute and a half."""
     burst = [("", 1, 90.0), *[("", 1, 0.0)] * 15]
     *_, (now, seen) = told(Stage("work", 160), burst * 5)
     for waited in range(0, 90, 10):
@@ -246,7 +243,6 @@ def test_an_estimate_counts_until_work_is_measured() -> None:
 
 
 def test_the_first_small_unit_says_nothing_of_the_rest() -> None:
-    """It waits for all that a beginning waits for."""
     seen = StageTime(Stage("packing", 10_000), 0.0)
     seen.advance(1, "", 5.0)
     assert seen.left(5.0) is None

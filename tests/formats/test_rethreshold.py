@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.cases import case
+from support.cases import assert_each, line_of
 from support.killing import Drive, Files, different_files, files_in, in_memory, nothing
 from support.models import TinyMixtral, pack
 from support.reseal import array_tensor, edit_array, edit_byte, manifest_of, reseal, write_tensors
@@ -36,8 +36,6 @@ def stop() -> NoReturn:
 
 
 def stops_at(number: int, before: OnStep = nothing) -> OnStep:
-    """Stops at the step with this number, after `before`."""
-
     def on_step(step: Step) -> None:
         if step.number == number:
             before(step)
@@ -48,7 +46,6 @@ def stops_at(number: int, before: OnStep = nothing) -> OnStep:
 
 @pytest.fixture
 def packed(sound_pack: Path) -> Iterator[Path]:
-    """A copy of the sound pack, in memory: it is rewritten many times."""
     with in_memory() as folder:
         yield Path(shutil.copytree(sound_pack, folder / "pack"))
 
@@ -61,7 +58,6 @@ def restore(folder: Path, files: Files) -> None:
 
 
 def resealed(folder: Path, thresholds: Thresholds) -> Files:
-    """The files of the pack with these thresholds, edited and sealed by the tests' own means."""
     copy = folder.parent / "resealed"
     shutil.copytree(folder, copy)
     edit_array(copy / THRESHOLDS, "threshold", lambda held: np.copyto(held, thresholds))
@@ -99,41 +95,20 @@ def assert_pack_of(folder: Path, thresholds: dict[str, Thresholds]) -> None:
 
 
 def test_the_pack_then_has_the_thresholds_and_a_root_digest_of_its_own(folder: Path) -> None:
-    before = manifest_of(folder)
-    root = rewrite_thresholds(folder, MEASURED)
-    after = manifest_of(folder)
-    assert root == after["root"] != before["root"]
-    assert_pack_of(folder, {root: MEASURED})
-    assert after["conversion"] == before["conversion"]
-
-
-def test_the_bytes_are_those_of_a_pack_edited_and_sealed_by_hand(folder: Path) -> None:
-    expected = resealed(folder, MEASURED)
-    rewrite_thresholds(folder, MEASURED)
-    assert different_files(files_in(folder), expected) == []
-
-
-def test_no_other_file_is_touched(folder: Path) -> None:
     def facts() -> dict[str, tuple[int, int]]:
         rest = [path for path in folder.iterdir() if path.name not in (THRESHOLDS, MANIFEST)]
         return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in rest}
 
-    before = facts()
-    rewrite_thresholds(folder, MEASURED)
-    assert facts() == before
-
-
-def test_thresholds_that_the_pack_has_already_change_nothing(folder: Path) -> None:
+    files, before, others, expected = files_in(folder), manifest_of(folder), facts(), resealed(folder, MEASURED)
     root = rewrite_thresholds(folder, MEASURED)
-    assert steps_of(folder, MEASURED) == []
-    assert rewrite_thresholds(folder, MEASURED) == root
-
-
-def test_thresholds_can_be_rewritten_back(folder: Path) -> None:
-    before = files_in(folder)
-    rewrite_thresholds(folder, MEASURED)
+    after = manifest_of(folder)
+    assert root == after["root"] != before["root"] and after["conversion"] == before["conversion"]
+    assert_pack_of(folder, {root: MEASURED})
+    assert different_files(files_in(folder), expected) == [] and facts() == others
+    # What the pack has already changes nothing; thresholds can be rewritten back.
+    assert steps_of(folder, MEASURED) == [] and rewrite_thresholds(folder, MEASURED) == root
     rewrite_thresholds(folder, np.zeros((2, 2), np.float32))
-    assert different_files(files_in(folder), before) == []
+    assert different_files(files_in(folder), files) == []
 
 
 def test_a_pack_of_one_expert_with_one_neuron_is_rewritten(tmp_path: Path) -> None:
@@ -306,37 +281,31 @@ def test_a_second_rewrite_and_a_conversion_are_refused_while_one_is_at_work(pack
 # --- refused
 
 
-def test_a_threshold_that_is_no_number_from_0_up_is_refused_by_layer_and_expert(new_pack: Callable[[], Path]) -> None:
-    cases = [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf"), (-1e-30, "-1.0000000031710769e-30")]
-    for value, text in cases:
-        with case(value, text):
-            folder = new_pack()
-            before = files_in(folder)
-            thresholds = MEASURED.copy()
-            thresholds[1, 0] = value
-            with pytest.raises(PlanError) as refused:
-                rewrite_thresholds(folder, thresholds)
-            assert str(refused.value) == (
-                f"thresholds: threshold of layer 1 expert 0 is {text}, expected a number of 0 or more"
-            )
-            assert files_in(folder) == before
+def test_thresholds_that_are_no_numbers_from_0_up_or_of_another_shape_are_refused(folder: Path) -> None:
+    def changed(value: float) -> Thresholds:
+        thresholds = MEASURED.copy()
+        thresholds[1, 0] = value
+        return thresholds
 
-
-def test_thresholds_of_another_shape_are_refused(new_pack: Callable[[], Path]) -> None:
+    values = [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf"), (-1e-30, "-1.0000000031710769e-30")]
+    expected, before = "expected a number of 0 or more", files_in(folder)
+    cases = [(changed(value), f"threshold of layer 1 expert 0 is {text}, {expected}") for value, text in values]
     for shape in [(2, 3), (3, 2), (4,), (2, 2, 1), ()]:
-        with case(shape):
-            folder = new_pack()
-            before = files_in(folder)
-            with pytest.raises(PlanError) as refused:
-                rewrite_thresholds(folder, np.zeros(shape, np.float32))
-            assert str(refused.value) == f"thresholds: shape {list(shape)}, expected [2, 2] (MoE layers, experts)"
-            assert files_in(folder) == before
+        zeros = np.zeros(shape, np.float32)
+        cases.append((zeros, f"shape {list(shape)}, expected [2, 2] (MoE layers, experts)"))
+
+    def found(thresholds: Thresholds) -> str:
+        message = line_of(PlanError, lambda: rewrite_thresholds(folder, thresholds))
+        assert files_in(folder) == before
+        return message
+
+    assert_each(cases, found, "thresholds: ")
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-45, 3.4028235e38])
-def test_a_threshold_from_0_to_the_largest_float_is_taken(folder: Path, value: float) -> None:
-    thresholds = np.full((2, 2), value, np.float32)
-    assert_pack_of(folder, {rewrite_thresholds(folder, thresholds): thresholds})
+def test_a_threshold_from_0_to_the_largest_float_is_taken(folder: Path) -> None:
+    for value in (0.0, 1e-45, 3.4028235e38):
+        thresholds = np.full((2, 2), value, np.float32)
+        assert_pack_of(folder, {rewrite_thresholds(folder, thresholds): thresholds})
 
 
 def test_a_folder_without_a_pack_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -350,8 +319,5 @@ def test_a_folder_without_a_pack_is_refused(folder: Path, tmp_path: Path) -> Non
 
 def test_a_drive_that_refuses_a_step_is_one_clear_line(folder: Path) -> None:
     (folder / NEW).mkdir()  # the superuser may write any file, but no folder
-    with pytest.raises(ConversionError) as refused:
-        rewrite_thresholds(folder, MEASURED)
-    assert str(refused.value) == (
-        f"{folder}: create {NEW} failed ({os.strerror(21)}); fix this, then run the same command again"
-    )
+    message = f"{folder}: create {NEW} failed ({os.strerror(21)}); fix this, then run the same command again"
+    assert line_of(ConversionError, lambda: rewrite_thresholds(folder, MEASURED)) == message

@@ -41,15 +41,10 @@ def written(layout: RowLayout, rows: int = 5) -> NDArray[np.uint8]:
 
 def test_a_part_takes_its_codes_its_scales_and_its_zeros() -> None:
     cases = [
-        (FOUR, 64, 48),
-        (BYTE_SCALES, 64, 44),
-        (THREE, 64, 28),
-        (BF16, 64, 128),
-        (part_format(8, 128), 128, 128 + 2 + 2),
-        (part_format(2, 32), 448, 112 + 28 + 28),
-        (part_format(1, 64, 8), 192, 24 + 5 + 5),
-        (part_format(3, 128), 4096, 1536 + 64 + 64),
-    ]
+        (FOUR, 64, 48), (BYTE_SCALES, 64, 44), (THREE, 64, 28), (BF16, 64, 128),
+        (part_format(8, 128), 128, 128 + 2 + 2), (part_format(2, 32), 448, 112 + 28 + 28),
+        (part_format(1, 64, 8), 192, 24 + 5 + 5), (part_format(3, 128), 4096, 1536 + 64 + 64),
+    ]  # fmt: skip
     for part, cols, num_bytes in cases:
         with case(part, cols, num_bytes):
             layout = row_layout([("weight", part, False)], cols)  # type: ignore[list-item]  # a table of mixed parameters
@@ -153,11 +148,9 @@ TWO_MATRICES = ExpertSpec("silu", 48, ("up", "down"), ("up",), 64)
 
 def test_each_selector_kind_puts_its_matrices_into_selector_and_record() -> None:
     cases = [
-        ("up", ["up"], ["gate", "down"]),
-        ("gate", ["gate"], ["up", "down"]),
-        ("both", ["gate", "up"], ["down"]),
+        ("up", ["up"], ["gate", "down"]), ("gate", ["gate"], ["up", "down"]), ("both", ["gate", "up"], ["down"]),
         ("none", [], ["gate", "up", "down"]),
-    ]
+    ]  # fmt: skip
     for selector, selected, recorded in cases:
         with case(selector, selected, recorded):
             layout = expert_layout(ExpertFormat(FOUR, FOUR, FOUR), selector, GATED, 64)

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cases import case
+from support.cases import assert_each, case, line_of
 from support.reseal import safetensors_bytes
 
 from moe_pack.formats import PackError
@@ -27,10 +28,8 @@ def path(tmp_path: Path) -> Path:
 
 def refusal(path: Path, raw: bytes) -> str:
     path.write_bytes(raw)
-    with pytest.raises(PackError) as refused:
-        read_header(path, PackError)
-    message = str(refused.value)
-    assert "\n" not in message
+    place, _, message = line_of(PackError, lambda: read_header(path, PackError)).partition(": ")
+    assert place == path.name
     return message
 
 
@@ -50,48 +49,31 @@ def test_a_legal_file_is_read_with_offsets_from_its_start(path: Path) -> None:
     assert [e.offset for e in entries] == [len(raw) - 32, len(raw) - 8]
 
 
-def test_a_missing_file_is_refused(path: Path) -> None:
-    with pytest.raises(PackError, match=r"^x\.safetensors: file is missing$"):
-        read_header(path, PackError)
-
-
-def test_a_folder_in_place_of_the_file_is_refused(path: Path) -> None:
+def test_a_missing_file_a_folder_and_an_empty_file_are_refused(path: Path) -> None:
+    assert line_of(PackError, lambda: read_header(path, PackError)) == "x.safetensors: file is missing"
+    assert refusal(path, b"") == "is empty; the download failed, or the file is damaged"
+    path.unlink()
     path.mkdir()
-    with pytest.raises(PackError, match=r"^x\.safetensors: is not a regular file$"):
-        read_header(path, PackError)
-
-
-def test_an_empty_file_is_refused(path: Path) -> None:
-    assert refusal(path, b"") == f"{path.name}: is empty; the download failed, or the file is damaged"
-
-
-@pytest.mark.parametrize("length", [1, 7])
-def test_a_file_shorter_than_the_header_length_is_refused(path: Path, length: int) -> None:
-    raw = safetensors_bytes(GOOD, bytes(32))[:length]
-    assert refusal(path, raw).endswith(f"bytes in a file of {length}; the file is cut or damaged")
+    assert line_of(PackError, lambda: read_header(path, PackError)) == "x.safetensors: is not a regular file"
 
 
 def test_a_header_longer_than_the_file_is_refused_before_it_is_read(path: Path) -> None:
+    raw = safetensors_bytes(GOOD, bytes(32))
+    for length in [1, 7]:
+        assert refusal(path, raw[:length]).endswith(f"bytes in a file of {length}; the file is cut or damaged")
     for length in [1 << 62, (1 << 64) - 1, 100_000_001, 300]:
         with case(length):
-            raw = length.to_bytes(8, "little") + safetensors_bytes(GOOD, bytes(32))[8:]
-            expected = f"x.safetensors: header of {length} bytes in a file of {len(raw)}; the file is cut or damaged"
-            assert refusal(path, raw) == expected
+            found = refusal(path, length.to_bytes(8, "little") + raw[8:])
+            assert found == f"header of {length} bytes in a file of {len(raw)}; the file is cut or damaged"
+    with path.open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(200_000_000)  # a hole: takes no space on the disk
+    message = "x.safetensors: header of 100000001 bytes in a file of 200000000; the file is cut or damaged"
+    assert line_of(PackError, lambda: read_header(path, PackError)) == message
 
 
 def test_a_header_that_fills_the_file_is_legal(path: Path) -> None:
     assert accepted(path, safetensors_bytes({})) == []
-
-
-def test_a_header_beyond_the_limit_is_refused_in_a_file_large_enough(path: Path) -> None:
-    with path.open("wb") as file:
-        file.write((100_000_001).to_bytes(8, "little"))
-        file.truncate(200_000_000)  # a hole: takes no space on the disk
-    with pytest.raises(PackError) as refused:
-        read_header(path, PackError)
-    assert str(refused.value) == (
-        "x.safetensors: header of 100000001 bytes in a file of 200000000; the file is cut or damaged"
-    )
 
 
 def test_a_header_that_is_no_json_object_is_refused(path: Path) -> None:
@@ -104,14 +86,12 @@ def test_a_header_that_is_no_json_object_is_refused(path: Path) -> None:
         (b'{"a": {}, "a": {}}', "header: key 'a' appears twice"),
         (b"", "header: not valid JSON (Expecting value: line 1 column 1 (char 0))"),
     ]
-    for header, message in cases:
-        with case(header, message):
-            assert refusal(path, safetensors_bytes(header)) == f"x.safetensors: {message}"
+    assert_each(cases, lambda header: refusal(path, safetensors_bytes(header)))
 
 
 def test_a_deeply_nested_header_is_refused(path: Path) -> None:
     raw = safetensors_bytes(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
-    assert refusal(path, raw).startswith("x.safetensors: header: not valid JSON (maximum recursion depth exceeded")
+    assert refusal(path, raw).startswith("header: not valid JSON (maximum recursion depth exceeded")
 
 
 def test_a_faulty_entry_is_refused_by_name(path: Path) -> None:
@@ -144,79 +124,53 @@ def test_a_faulty_entry_is_refused_by_name(path: Path) -> None:
         ([], "expected exactly dtype, shape and data_offsets"),
         (None, "expected exactly dtype, shape and data_offsets"),
     ]  # fmt: skip
-    for held, message in cases:
-        with case(held, message):
-            assert refusal(path, safetensors_bytes({"a": held}, bytes(24))) == f"x.safetensors: tensor 'a': {message}"
+    assert_each(cases, lambda held: refusal(path, safetensors_bytes({"a": held}, bytes(24))), "tensor 'a': ")
 
 
 def test_an_entry_whose_shape_fills_its_bytes_is_read(path: Path) -> None:
-    cases = [
-        ("F32", [6]),
-        ("F32", [2, 3]),
-        ("F32", [1, 6, 1]),
-        ("F64", [3]),
-        ("BF16", [12]),
-        ("F8_E4M3", [24]),
-        ("BOOL", [24]),
-    ]
-    for dtype, shape in cases:
+    of_24 = [("F32", [6]), ("F32", [2, 3]), ("F32", [1, 6, 1]), ("F64", [3]), ("BF16", [12]), ("F8_E4M3", [24])]
+    cases: list[tuple[str, list[int], int]] = [*((*each, 24) for each in of_24), ("BOOL", [24], 24)]
+    cases += [("F32", [], 4), ("F32", [0], 0), ("F32", [0, 1 << 62], 0)]
+    for dtype, shape, size in cases:
         with case(dtype, shape):
-            raw = safetensors_bytes({"a": entry(dtype, shape, 0, 24)}, bytes(24))
-            assert accepted(path, raw) == [("a", dtype, tuple(shape), 24)]
+            raw = safetensors_bytes({"a": entry(dtype, shape, 0, size)}, bytes(size))
+            assert accepted(path, raw) == [("a", dtype, tuple(shape), size)]
 
 
-@pytest.mark.parametrize("shape", [[], [0], [0, 1 << 62]])
-def test_a_scalar_and_an_empty_tensor_are_legal(path: Path, shape: list[int]) -> None:
-    size = 0 if shape else 4
-    assert accepted(path, safetensors_bytes({"a": entry("F32", shape, 0, size)}, bytes(size))) == [
-        ("a", "F32", tuple(shape), size)
-    ]
-
-
-def test_metadata_is_no_tensor(path: Path) -> None:
-    header = {"__metadata__": {"format": "pt"}} | GOOD
-    assert [name for name, *_ in accepted(path, safetensors_bytes(header, bytes(32)))] == ["a", "b"]
+def test_metadata_is_no_tensor_and_the_order_of_names_does_not_matter(path: Path) -> None:
+    header = {"b": GOOD["b"], "__metadata__": {"format": "pt"}, "a": GOOD["a"]}
+    expected = [("a", "F32", (2, 3), 24), ("b", "U8", (8,), 8)]
+    assert accepted(path, safetensors_bytes(header, bytes(32))) == expected
 
 
 def test_a_shape_of_very_many_large_sizes_is_refused_at_once(path: Path) -> None:
     raw = safetensors_bytes({"a": entry("F32", [1 << 62] * 400, 0, 24)}, bytes(24))
     message = refusal(path, raw)
-    assert message.startswith("x.safetensors: tensor 'a': ") and len(message) < 1000
+    assert message.startswith("tensor 'a': ") and len(message) < 1000
 
 
 def test_overlaps_and_holes_are_refused(path: Path) -> None:
     cases = [
-        (entry("U8", [8], 23, 31), "overlaps the tensor before it (offset 23, expected 24)"),
-        (entry("U8", [8], 0, 8), "tensor 'a' overlaps the tensor before it (offset 0, expected 8)"),
-        (entry("U8", [8], 25, 33), "leaves a hole before it (offset 25, expected 24)"),
-        (entry("U8", [8], 1 << 62, (1 << 62) + 8), f"leaves a hole before it (offset {1 << 62}, expected 24)"),
+        (23, "tensor 'b' overlaps the tensor before it (offset 23, expected 24)"),
+        (0, "tensor 'a' overlaps the tensor before it (offset 0, expected 8)"),
+        (25, "tensor 'b' leaves a hole before it (offset 25, expected 24)"),
+        (1 << 62, f"tensor 'b' leaves a hole before it (offset {1 << 62}, expected 24)"),
     ]
-    for second, message in cases:
-        with case(second, message):
-            expected = message if message.startswith("tensor") else f"tensor 'b' {message}"
-            assert refusal(path, safetensors_bytes(GOOD | {"b": second}, bytes(32))) == f"x.safetensors: {expected}"
 
+    def found(at: int) -> str:
+        return refusal(path, safetensors_bytes(GOOD | {"b": entry("U8", [8], at, at + 8)}, bytes(32)))
 
-def test_data_that_begins_with_a_hole_is_refused(path: Path) -> None:
+    assert_each(cases, found)
     raw = safetensors_bytes({"a": entry("F32", [6], 4, 28)}, bytes(28))
-    assert refusal(path, raw) == "x.safetensors: tensor 'a' leaves a hole before it (offset 4, expected 0)"
-
-
-def test_the_order_of_names_in_the_header_does_not_matter(path: Path) -> None:
-    assert accepted(path, safetensors_bytes({"b": GOOD["b"], "a": GOOD["a"]}, bytes(32))) == [
-        ("a", "F32", (2, 3), 24),
-        ("b", "U8", (8,), 8),
-    ]
+    assert refusal(path, raw) == "tensor 'a' leaves a hole before it (offset 4, expected 0)"
 
 
 def test_a_file_cut_or_with_bytes_after_its_tensors_is_refused(path: Path) -> None:
     for extra in [-32, -1, 1, 4096]:
         with case(extra):
             raw = safetensors_bytes(GOOD, bytes(32 + extra))
-            expected = len(raw) - extra
-            assert refusal(path, raw) == (
-                f"x.safetensors: file has {len(raw)} bytes, its header describes {expected}; the file is cut or damaged"
-            )
+            described = f"file has {len(raw)} bytes, its header describes {len(raw) - extra}"
+            assert refusal(path, raw) == f"{described}; the file is cut or damaged"
 
 
 def test_a_file_written_by_the_safetensors_library_is_read(path: Path) -> None:
@@ -226,9 +180,9 @@ def test_a_file_written_by_the_safetensors_library_is_read(path: Path) -> None:
 
 
 def test_a_file_assembled_here_is_read_by_the_safetensors_library(path: Path) -> None:
-    path.write_bytes(assemble([("x", "U8", (3,), b"abc"), ("y", "U8", (2, 1), b"de")], align=64))
+    path.write_bytes(assemble([("x", "U8", np.arange(3)), ("y", "F32", np.array([[1], [2]]))], align=64))
     held = load_file(path)
-    assert bytes(held["x"].tolist()) == b"abc" and held["y"].tolist() == [[100], [101]]
+    assert held["x"].tolist() == [0, 1, 2] and held["y"].tolist() == [[1.0], [2.0]]
 
 
 @pytest.mark.parametrize("align", [64, 4096])

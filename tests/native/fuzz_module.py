@@ -80,7 +80,6 @@ class Cases:
         return [codec, width, group, int(self.random.choice([8, 16])), 0, 0, self.number(0, 1), place]
 
     def part_bytes(self, part: list[int]) -> tuple[int, int]:
-        """Bytes of a part's codes, and of its scales, zeros and bias."""
         codec, width, group, scale_bits, _, _, has_bias, _ = part
         groups = -(-self.d // group) if group else 1
         scales = 2 * groups if scale_bits == 16 else 2 + groups
@@ -93,7 +92,6 @@ class Cases:
         return self.d * width // 8, 2 * scales + 4 * has_bias
 
     def place(self, parts: list[list[int]]) -> list[int]:
-        """Gives parts their places: codes, then scales; returns the bytes of rows by their kind."""
         row_bytes = [0, 0, 0]
         for number, offset in ((0, 4), (1, 5)):
             for part in parts:
@@ -102,7 +100,6 @@ class Cases:
         return row_bytes
 
     def expert(self) -> tuple[Any, Any, Any, Any]:
-        """Layout, selector rows, records and the row of extra values."""
         kind = self.number(0, 3)
         parts = [self.part(SELECTOR_ROW if kind in (2, 3) else RECORD)]
         parts += [self.part(SELECTOR_ROW if kind in (1, 3) else RECORD), self.part(RECORD)]
@@ -117,7 +114,6 @@ class Cases:
         return np.array(numbers, np.int32), selector, self.rows_of(self.f, row_bytes[2]), extra
 
     def rows_of(self, num_rows: int, row_bytes: int) -> Any:
-        """Rows in one piece or in pages."""
         return self.bytes(num_rows, row_bytes) if self.chance(60) else self.pages(num_rows, row_bytes)
 
     def pages(self, num_rows: int, row_bytes: int) -> Any:
@@ -215,7 +211,6 @@ class Cases:
         return [*projected, *norms, *turns, *held, *numbers]
 
     def cached(self, kind: int, heads: int, places: int, width: int) -> Any:
-        """Keys or values of a cache."""
         if kind == 0:
             return self.floats(heads, places, width)
         blocks = -(-width // MOST_IN_BLOCK)
@@ -224,7 +219,6 @@ class Cases:
         return self.bytes(heads, places, 2 * width if kind == 1 else code_bytes)
 
     def matrix(self, num_rows: int, num_cols: int) -> tuple[Any, Any, Any]:
-        """A dense matrix as a layer takes it."""
         hidden, self.d = self.d, num_cols
         part = self.part(RECORD)
         row_bytes = self.place([part])[RECORD]
@@ -281,7 +275,6 @@ class Cases:
         return []
 
     def tampered(self, arguments: Arguments) -> Arguments:
-        """The same with one changed, left out, added, or handed over twice."""
         changed = list(arguments)
         if not changed or self.chance(5):
             return [*changed, None]
@@ -295,7 +288,6 @@ class Cases:
         return changed
 
     def other(self, value: Any) -> Any:
-        """Something else in a value's place."""
         junk = [None, -1, 0, 1, 2**31, 2**63, 2**64, float("nan"), float("inf"), "avx2", b"", object(), [], {}, (1, 2)]
         if isinstance(value, np.ndarray) and self.chance(80):
             return self.other_array(value)
@@ -333,7 +325,6 @@ class Cases:
 
 
 def scribble(over: Any, stop: threading.Event) -> None:
-    """Writes any number into places that calls were checked with and run on."""
     while not stop.is_set():
         over[:] = 2**31 - 1
         over[:] = 0
@@ -393,7 +384,6 @@ class Layer:
         self.has_unrouted = not self.routes or cases.chance(50)
 
     def arguments(self) -> Arguments:
-        """Of `set_layer`."""
         cases, d, per_head = self.cases, self.cases.d, self.cases.chance(70)
         sizes = [self.heads, self.kv_heads, self.head_dim, self.window, 0]
         flags = [cases.chance(50), not per_head, cases.number(0, 6), cases.float_bits(), cases.number(0, 5)]
@@ -419,7 +409,6 @@ class Layer:
         return (*made, *([cases.matrix(f, d), gate, cases.matrix(d, f)] if self.has_unrouted else [None] * 3))
 
     def arrays(self, tokens: int, *, of_all: bool) -> Arguments:
-        """Hidden states and what a call writes."""
         cases, d = self.cases, self.cases.d
         unrouted = cases.floats(tokens, d) if self.has_unrouted or of_all else None
         if unrouted is None and cases.chance(50):
@@ -429,7 +418,6 @@ class Layer:
         return [cases.floats(tokens, d), cases.floats(tokens, d), unrouted, experts, cases.floats(*chosen)]
 
     def step(self, sequences: int, tokens: int) -> Arguments:
-        """Cosines, sines and caches of so many tokens of each sequence."""
         cases, caches = self.cases, list[Any]()
         angles = (sequences * tokens, cases.number(0, self.head_dim // 2))
         for _ in range(sequences):
@@ -506,7 +494,6 @@ def attempt(call: Callable[[], object]) -> bool:
 
 
 def run_case(module: ModuleType, seed: int, pools: list[object]) -> tuple[str, bool]:
-    """Which call it was, and whether it was accepted."""
     cases = Cases(seed, pools)
     digits, are_tokens_alone = cases.number(0, 2), cases.chance(10)
     for pool in pools:

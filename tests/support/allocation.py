@@ -6,7 +6,7 @@ from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan import Decision
 from moe_pack.convert.plan.search import Allocation, KnapsackProblem, expert_choices, solve
 from moe_pack.formats import ModelSpec, Plan, Selector
-from moe_pack.formats.pack.plans import planned_repeats, uniform_dense
+from moe_pack.formats.pack.plans import uniform_dense
 
 
 def least_loss(spec: ModelSpec, selector: Selector, losses: Losses, max_expert_bytes: int) -> Allocation | None:
@@ -22,6 +22,6 @@ def least_loss(spec: ModelSpec, selector: Selector, losses: Losses, max_expert_b
         return None
     numbers = solution.choice.reshape(-1, spec.router.num_experts).tolist()
     experts = tuple(tuple(choices.formats[n] for n in layer) for layer in numbers)
-    repeats = planned_repeats(spec, choices.quantizer)
+    repeats = spec.expert.repeats if choices.quantizer == "calibrated" else 0
     plan = Plan(selector, choices.quantizer, experts, uniform_dense(spec, None), repeats)
     return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), solution.cost, solution)

@@ -3,8 +3,11 @@
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import pytest
 
 MAX_SHOWN = 200  # characters of one value
 
@@ -17,6 +20,22 @@ def case(*values: object) -> Iterator[None]:
     except BaseException as fault:
         fault.add_note(f"case: {', '.join(_shown(value) for value in values)}")
         raise
+
+
+def assert_each(cases: Iterable[tuple[Any, ...]], found: Callable[..., object], before: str = "") -> None:
+    """Asserts that `found` returns the last value of each case for its other values; `before` begins each text."""
+    for *values, expected in cases:
+        with case(*values, expected):
+            assert found(*values) == (before + expected if before else expected)
+
+
+def line_of(error: type[Exception], call: Callable[[], object]) -> str:
+    """Returns the message, one line, of the error that a call must raise."""
+    with pytest.raises(error) as refused:
+        call()
+    message = str(refused.value)
+    assert "\n" not in message, message
+    return message
 
 
 def _shown(value: object) -> str:

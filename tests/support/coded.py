@@ -1,7 +1,4 @@
-"""Checkpoints in 8 and 4 bit, made of ones in 16: FP8 with a scale a block, MXFP4 blocks, integers in packed words.
-
-What the codes mean is computed here a second time, plainly: the oracle of what reads them.
-"""
+"""Checkpoints in FP8 with a scale a block, MXFP4 blocks, and integers in packed words, with their plain meaning."""
 
 import dataclasses
 from typing import Any
@@ -14,11 +11,8 @@ from moe_pack.formats.families.mixtral import MIXTRAL
 from support.models import Tensors
 
 FP8_CONFIG: dict[str, Any] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
 MXFP4_CONFIG: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 PACKED_WEIGHTS: dict[str, Any] = {
     "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
@@ -34,7 +28,6 @@ def block_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def to_fp8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in E4M3, and the float32 scale of each block of 128 rows and columns."""
     rows, cols = (-(-size // 128) for size in weights.shape)
     scales = torch.empty(rows, cols)
     for r in range(rows):
@@ -45,7 +38,6 @@ def to_fp8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What codes and scales mean, float32."""
     return codes.float() * block_scales(scales, codes.shape)
 
 
@@ -60,7 +52,7 @@ def quantize_fp8(tensors: Tensors, endings: tuple[str, ...]) -> Tensors:
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What MXFP4 blocks u8 [..., n / 32, 16] and E8M0 scales u8 [..., n / 32] mean: float32 [..., n]."""
+    """Returns float32 [..., n] for MXFP4 blocks u8 [..., n / 32, 16] and E8M0 scales u8 [..., n / 32]."""
     values = torch.tensor(E2M1)[torch.stack((blocks & 15, blocks >> 4), dim=-1).long()].flatten(-2)  # [..., n / 32, 32]
     return (values.double() * torch.pow(2.0, scales.double() - 127).unsqueeze(-1)).float().flatten(-2)
 
@@ -121,15 +113,11 @@ def quantize_packed(
 
 EXPERTS = "model.layers.{i}.experts."
 BLOCK_NAMES: dict[Matrix, str] = {
-    "gate": EXPERTS + "gate_up_blocks",
-    "up": EXPERTS + "gate_up_blocks",
-    "down": EXPERTS + "down_blocks",
-}
+    "gate": EXPERTS + "gate_up_blocks", "up": EXPERTS + "gate_up_blocks", "down": EXPERTS + "down_blocks",
+}  # fmt: skip
 SCALE_NAMES: dict[Matrix, str] = {
-    "gate": EXPERTS + "gate_up_scales",
-    "up": EXPERTS + "gate_up_scales",
-    "down": EXPERTS + "down_scales",
-}
+    "gate": EXPERTS + "gate_up_scales", "up": EXPERTS + "gate_up_scales", "down": EXPERTS + "down_scales",
+}  # fmt: skip
 BIAS_NAMES: dict[Matrix, str] = {"gate": EXPERTS + "gate_up_bias", "up": EXPERTS + "gate_up_bias"}
 IN_BLOCKS = ExpertNames(BLOCK_NAMES, BIAS_NAMES, interleaved=True, scales=SCALE_NAMES)
 

@@ -22,8 +22,6 @@ _TOOL = re.compile(r"\b(?:noqa|type|fmt|pragma)\b:")  # what follows on the line
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of an object in the manifest."""
-
     name: str
     type: str  # in words
     default: str | None  # its value if the key is left out; None if it is always there
@@ -32,14 +30,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A class and the comments of its file."""
-
     tree: ast.ClassDef
     comments: dict[int, tuple[str, bool]]  # by line: the text, and whether it has the line for itself
 
 
 def keys_of(name: str) -> list[Key]:
-    """Returns the keys of a dataclass in their order."""
     source = _classes()[name]
     annotated = [node for node in source.tree.body if isinstance(node, ast.AnnAssign)]
     return [_key(field, source.comments) for field in annotated if "ClassVar" not in ast.unparse(field.annotation)]
@@ -51,7 +46,6 @@ def summary_of(name: str) -> str:
 
 
 def spec_names() -> set[str]:
-    """Returns the names of all dataclasses that are objects of a manifest's `model`, and the model's own."""
     return {name for name, source in _classes().items() if name.endswith("Spec")}
 
 
@@ -120,14 +114,12 @@ def _several(words: str) -> str:
 
 
 def _object_name(name: str) -> str:
-    """Returns how the page calls an object: `GroupedQuerySpec` is "grouped query"."""
     words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name.removesuffix("Spec"))
     return words.strip()
 
 
 @cache
 def _alias(name: str) -> ast.expr:
-    """Returns what a name for a `Literal` stands for."""
     for path in sorted((ROOT / "formats" / "parts").glob("*.py")):
         for node in ast.parse(path.read_text("utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:

@@ -27,7 +27,6 @@ def configured(folder: Path, **config: Any) -> None:
 
 
 def single(folder: Path, model: TinyMixtral = MODEL, change: Change = lambda tensors: None, **config: Any) -> Path:
-    """The model in one file."""
     configured(folder, **config)
     tensors = model.tensors()
     change(tensors)
@@ -36,7 +35,6 @@ def single(folder: Path, model: TinyMixtral = MODEL, change: Change = lambda ten
 
 
 def sharded(folder: Path, model: TinyMixtral = MODEL) -> Path:
-    """The model in three files and their index."""
     configured(folder)
     tensors = model.tensors()
     names, shards = sorted(tensors), dict[str, str]()
@@ -56,7 +54,6 @@ def indexed(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
 
 
 def with_files(folder: Path, *names: str) -> Path:
-    """Writes files that nobody reads."""
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"not read")
@@ -64,7 +61,6 @@ def with_files(folder: Path, *names: str) -> Path:
 
 
 def without(folder: Path, *names: str) -> Path:
-    """Removes files."""
     for name in names:
         (folder / name).unlink()
     return folder
@@ -82,14 +78,12 @@ def overlaid(folder: Path, overlay: str, stale: float) -> Path:
 
 
 def unnamed(folder: Path) -> Path:
-    """Three files, and an index that lacks a tensor of theirs."""
     sharded(folder)
     indexed(folder, lambda weight_map: weight_map.pop("model.norm.weight"))
     return folder
 
 
 def of_one_file(folder: Path) -> Path:
-    """One file, and an index that names it, as some programs write."""
     indexed(single(folder), lambda weight_map: weight_map.update(dict.fromkeys(MODEL.tensors(), SINGLE)))
     return folder
 
@@ -120,8 +114,6 @@ def prefixed(new: str, old: str = "") -> Change:
 
 
 def within(old: str, new: str) -> Change:
-    """A change of a part of all names."""
-
     def change(tensors: Tensors) -> None:
         renamed = {name.replace(old, new): tensors[name] for name in tensors}
         tensors.clear()

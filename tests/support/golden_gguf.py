@@ -35,129 +35,74 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SHARPENED = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
 SCALED = {"mscale": 0.707, "mscale_all_dim": 0.707}
 BANDS = {
-    "rope_type": "llama3",
-    "factor": 2.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 32.0,
+    "rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
 # Keys that published configs have and transformers 5 does not write; llama.cpp's converter reads them.
 WRITTEN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "kimi_linear": {
         "linear_attn_config": {
-            "kda_layers": [1],
-            "full_attn_layers": [2],
-            "num_heads": 4,
-            "head_dim": 16,
-            "short_conv_kernel_size": 4,
+            "kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4,
         },
-        "first_k_dense_replace": 0,
-        "num_shared_experts": 1,
-        "num_experts": 4,
+        "first_k_dense_replace": 0, "num_shared_experts": 1, "num_experts": 4,
     },
     "minimax_m2": {"rotary_dim": 16},
     "step3p5": {
-        "architectures": ["Step3p5ForCausalLM"],
-        "num_attention_groups": 2,
-        "moe_num_experts": 4,
-        "moe_top_k": 2,
-        "moe_router_activation": "sigmoid",
-        "norm_expert_weight": True,
-        "moe_layers_enum": "1,2",
+        "architectures": ["Step3p5ForCausalLM"], "num_attention_groups": 2, "moe_num_experts": 4, "moe_top_k": 2,
+        "moe_router_activation": "sigmoid", "norm_expert_weight": True, "moe_layers_enum": "1,2",
         "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6},
-        "rope_parameters": None,
-        "rope_theta": [100.0, 10000.0, 10000.0],
-        "rope_scaling": BANDS,
+        "rope_parameters": None, "rope_theta": [100.0, 10000.0, 10000.0], "rope_scaling": BANDS,
         "partial_rotary_factors": [0.5, 1.0, 1.0],
     },
-    "granitemoe_swa": {"no_rope_layers": [1, 0, 1]},
-    "deepseek_v32": {"scoring_func": "sigmoid"},
+    "granitemoe_swa": {"no_rope_layers": [1, 0, 1]}, "deepseek_v32": {"scoring_func": "sigmoid"},
     "glm_moe_dsa": {"scoring_func": "sigmoid"},
     "minimax": {
         "architectures": ["MiniMaxText01ForCausalLM"],
-        **{
-            f"layernorm_{half}_{name}": value
-            for half in ("full_attention", "linear_attention", "mlp")
-            for name, value in (("alpha", 3.5), ("beta", 1.0))
-        },
+        **dict.fromkeys([f"layernorm_{each}_alpha" for each in ("full_attention", "linear_attention", "mlp")], 3.5),
+        **dict.fromkeys([f"layernorm_{each}_beta" for each in ("full_attention", "linear_attention", "mlp")], 1.0),
     },
     "bailing_hybrid": {
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "first_k_dense_replace": 0,
-        "gated_attention_proj_granularity_type": "head_wise",
-        "kda_lower_bound": -5.0,
-        "kda_safe_gate": True,
-        "layer_group_size": 2,
-        "moe_shared_expert_intermediate_size": 32,
-        "no_kda_lora": True,
-        "norm_topk_prob": True,
-        "n_group": 2,
-        "num_experts": 4,
-        "score_function": "sigmoid",
-        "short_conv_kernel_size": 4,
+        "architectures": ["BailingMoeV3ForCausalLM"], "first_k_dense_replace": 0,
+        "gated_attention_proj_granularity_type": "head_wise", "kda_lower_bound": -5.0, "kda_safe_gate": True,
+        "layer_group_size": 2, "moe_shared_expert_intermediate_size": 32, "no_kda_lora": True, "norm_topk_prob": True,
+        "n_group": 2, "num_experts": 4, "score_function": "sigmoid", "short_conv_kernel_size": 4,
     },
     "minimax_m3_vl": {
-        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
-        "scoring_func": "sigmoid",
-        "n_shared_experts": 1,
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "scoring_func": "sigmoid", "n_shared_experts": 1,
         "moe_layer_freq": [0, 1],
         "sparse_attention_config": {
-            "sparse_num_index_heads": 2,
-            "sparse_index_dim": 32,
-            "sparse_topk_blocks": 3,
-            "sparse_block_size": 4,
+            "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_topk_blocks": 3, "sparse_block_size": 4,
             "sparse_local_block": 1,
         },
     },
     "mimo_v2_flash": {
-        "hybrid_layer_pattern": [0, 1],
-        "swa_head_dim": 32,
-        "swa_v_head_dim": 24,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "topk_method": "noaux_tc",
-        "layernorm_epsilon": 1e-5,
-        "rope_parameters": None,
-        "rope_theta": 5000000,
-        "swa_rope_theta": 10000,
-        "partial_rotary_factor": 0.334,
+        "hybrid_layer_pattern": [0, 1], "swa_head_dim": 32, "swa_v_head_dim": 24, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "topk_method": "noaux_tc", "layernorm_epsilon": 1e-5, "rope_parameters": None,
+        "rope_theta": 5000000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.334,
     },
     "hunyuan_v1_moe": {"moe_intermediate_size": [32, 32], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
-}
+}  # fmt: skip
 # Whose published config.json transformers 5 would give to llama.cpp's converter under names that this does not know.
 AS_WRITTEN = ("bailing_hybrid", "mimo_v2_flash", "step3p5")
 # The type of a family's matrices, and its sizes.
 DELTA = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "shared_expert_intermediate_size": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-}
+    "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2, "num_key_value_heads": 1,
+    "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+}  # fmt: skip
 DBRX = {
-    "ffn_hidden_size": 32,
-    "moe_num_experts": 4,
-    "moe_top_k": 2,
-    "moe_normalize_expert_weights": 1.0,
+    "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_normalize_expert_weights": 1.0,
     "ffn_act_fn": {"name": "silu"},
-}
+}  # fmt: skip
 LLAMA4 = {
-    "num_local_experts": 4,
-    "intermediate_size": 32,
-    "intermediate_size_mlp": 64,
-    "interleave_moe_layer_step": 2,
-    "attention_chunk_size": 8192,
-    "floor_scale": 8192,
-}
+    "num_local_experts": 4, "intermediate_size": 32, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8192, "floor_scale": 8192,
+}  # fmt: skip
 SCOUT = BANDS | {"factor": 16.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("Q4_0", EXPERTS | DELTA),
-    "qwen3_5_moe_text": ("Q5_0", EXPERTS | DELTA),
+    "qwen3_next": ("Q4_0", EXPERTS | DELTA), "qwen3_5_moe_text": ("Q5_0", EXPERTS | DELTA),
     "granitemoehybrid": ("Q4_0", {
         "num_local_experts": 4, "intermediate_size": 32, "shared_intermediate_size": 32,
         "layer_types": ["linear_attention", "full_attention"],
@@ -195,13 +140,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
     }),
     "step3p5": ("Q4_0", ROUTED | {
-        "num_hidden_layers": 3,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-        "swiglu_limits": [None, 0.4, 0.3],
-        "swiglu_limits_shared": [0.5, None, 0.3],
-        "share_expert_dim": 32,
-        "head_dim": 16,
+        "num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limits": [None, 0.4, 0.3],
+        "swiglu_limits_shared": [0.5, None, 0.3], "share_expert_dim": 32, "head_dim": 16,
         "rope_parameters": {
             "full_attention": BANDS | {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
@@ -233,12 +174,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo_v2_flash": ("Q4_0", ROUTED | {"v_head_dim": 24}),
     "lfm2_moe": ("Q4_0", EXPERTS | {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
-    "qwen2_moe": ("Q5_0", EXPERTS | {"shared_expert_intermediate_size": 32}),
-    "qwen3_moe": ("Q4_0", EXPERTS),
+    "qwen2_moe": ("Q5_0", EXPERTS | {"shared_expert_intermediate_size": 32}), "qwen3_moe": ("Q4_0", EXPERTS),
     "gemma4_text": ("Q4_0", EXPERTS | {
-        "num_hidden_layers": 3,
-        "num_experts": 3,
-        "head_dim": 16,
+        "num_hidden_layers": 3, "num_experts": 3, "head_dim": 16,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -246,36 +184,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     }),
     "mellum": ("Q4_0", EXPERTS | {
-        "num_hidden_layers": 3,
-        "num_experts": 3,
-        "head_dim": 16,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "mlp_layer_types": ["sparse"] * 3,
+        "num_hidden_layers": 3, "num_experts": 3, "head_dim": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "mlp_layer_types": ["sparse"] * 3,
         "rope_parameters": {
             "full_attention": YARN | {"attention_factor": 1.3},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     }),
     "laguna": ("Q4_0", EXPERTS | {
-        "num_hidden_layers": 3,
-        "num_experts": 3,
-        "head_dim": 16,
-        "shared_expert_intermediate_size": 32,
+        "num_hidden_layers": 3, "num_experts": 3, "head_dim": 16, "shared_expert_intermediate_size": 32,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-        "num_attention_heads_per_layer": [2, 4, 4],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "num_attention_heads_per_layer": [2, 4, 4],
         "rope_parameters": {
             "full_attention": YARN | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
         },
     }),
     "granitemoe_swa": ("Q4_0", {
-        "num_hidden_layers": 3,
-        "num_local_experts": 4,
-        "intermediate_size": 32,
-        "shared_intermediate_size": 32,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        "layer_rope_theta": [1e5, 0, 1e5],
+        "num_hidden_layers": 3, "num_local_experts": 4, "intermediate_size": 32, "shared_intermediate_size": 32,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "layer_rope_theta": [1e5, 0, 1e5],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
     }),
     "qwen3_vl_moe": ("Q4_0", EXPERTS | {
@@ -284,8 +211,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Q4_1", EXPERTS | {"intermediate_size": 32, "num_key_value_heads": 4}),
     "deepseek_v2": ("Q5_1", ROUTED | LATENT | {"rope_parameters": YARN | SCALED}),
     "deepseek_v3": ("Q8_0", ROUTED | LATENT | {"q_lora_rank": 32, "n_group": 2, "topk_group": 1}),
-    "gpt_oss": ("MXFP4", {"num_local_experts": 4, "intermediate_size": 64}),
-    "glm4_moe": ("Q4_0", ROUTED),
+    "gpt_oss": ("MXFP4", {"num_local_experts": 4, "intermediate_size": 64}), "glm4_moe": ("Q4_0", ROUTED),
     "dots1": ("Q4_1", ROUTED),
 }  # fmt: skip
 # Which stay float32: routers, kernels, and what llama.cpp's converter transposes.
@@ -300,12 +226,10 @@ _TRANSPOSED = dict.fromkeys(("gpt_oss", "llama4_text", "qwen3_vl_moe"), r"expert
 
 
 def is_whole(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix of whole blocks."""
     return len(shape) > 1 and shape[-1] % 32 == 0
 
 
 def rounded(values: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Values as they are after quantization, row by row."""
     import gguf
 
     raw = gguf.quants.quantize(values.contiguous().numpy(), kind)
@@ -365,7 +289,6 @@ def convert_there(llama_cpp: Path, folder: Path, out: Path) -> None:
 
 
 def quantize_there(path: Path, out: Path, kind: Any) -> None:
-    """Quantizes the matrices of a GGUF file."""
     import gguf
 
     reader = gguf.GGUFReader(path)
@@ -390,7 +313,6 @@ def quantize_there(path: Path, out: Path, kind: Any) -> None:
 
 @torch.no_grad()
 def make(llama_cpp: Path, name: str, golden: Path = GOLDEN) -> None:
-    """Makes the files of one shape: a family, perhaps with the name of a variant behind a hyphen."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]  # its converter needs the package of its own version
     import gguf
 

@@ -5,9 +5,8 @@
 EVERY is 1 for a trial at each step; at a larger N, only every Nth torn write and power cut is tried, and one sequence
 of random deaths in place of four.
 
-Each conversion runs in a child forked from a process that has loaded torch and runs one thread, so that killing one
-and resuming it takes hundredths of a second. A child tells of each step through a pipe before it makes it: what it
-said outlives it. All scenarios convert one checkpoint of two experts in one layer.
+Each conversion runs in a child forked from a process of one thread that has loaded torch: killing and resuming one
+takes hundredths of a second. A child tells of each step through a pipe before it makes it.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ Said = dict[str, Any]  # one line of a conversion's account of itself
 
 @dataclass(frozen=True)
 class Run:
-    """What one conversion said: its steps up to its end or death, the last progress, and how it ended."""
+    """The report of one conversion: its steps up to its end or death, the last progress, and how it ended."""
 
     steps: list[tuple[str, str]]
     killed: bool
@@ -62,14 +61,11 @@ class Run:
 
     @property
     def large_writes(self) -> int:
-        """How many writes into the large files were announced; each is one item's."""
         return sum(action == "write" and _is_large(path) for action, path in self.steps)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial of a scenario: its runs in order, and which files then differ from an uninterrupted conversion's."""
-
     what: str
     runs: list[Run]
     different: list[str] = field(default_factory=list)
@@ -84,22 +80,15 @@ def in_memory() -> Iterator[Path]:
 
 
 def files_in(folder: Path) -> Files:
-    """Every file's bytes; a folder in it would be a fault, and is one."""
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
 
 
 def different_files(found: Files, expected: Files) -> list[str]:
-    """Names that only one has, or whose bytes are not the same."""
     return sorted(name for name in found | expected if found.get(name) != expected.get(name))
 
 
 def run_scenarios(scenarios: Sequence[str], workplace: Path, *prefix: str, every: int = 1) -> dict[str, list[Trial]]:
-    """Runs this file in a process of its own (behind `prefix`, if given) and reads its report.
-
-    One process for several scenarios loads torch once.
-
-    Raises:  AssertionError with what it wrote to standard error if it fails.
-    """
+    """Runs this file in a process of its own, behind a `prefix`, and reads its report."""
     command = [*prefix, sys.executable, __file__, ",".join(scenarios), str(workplace), str(every)]
     # numpy's own threads are not wanted in a process that forks.
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # of `support`
@@ -115,7 +104,6 @@ def _read_trial(trial: dict[str, Any]) -> Trial:
 
 
 def die() -> NoReturn:
-    """The end of a process that nothing can catch."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
 
@@ -125,8 +113,6 @@ def nothing(step: Step) -> None:
 
 
 def dies_at(number: int) -> OnStep:
-    """Dies before the step with this number."""
-
     def on_step(step: Step) -> None:
         if step.number == number:
             die()
@@ -151,14 +137,12 @@ class Child:
         self._pipe = os.fdopen(reading, "rb")
 
     def wait_for_step(self, number: int) -> None:
-        """Returns when the child has announced the step with this number."""
         for line in iter(self._pipe.readline, b""):
             if json.loads(line).get("step") == number:
                 return
         raise AssertionError(f"the conversion ended before step {number}")
 
     def result(self) -> Run:
-        """Waits for the child's end."""
         with self._pipe:
             said = [json.loads(line) for line in self._pipe]
         _, status = os.waitpid(self._pid, 0)
@@ -196,8 +180,6 @@ def _convert(source: Path, folder: Path, on_step: OnStep, workers: int, say: Cal
 
 
 class _Told(Recorder):
-    """Progress that says how many bytes are done."""
-
     def __init__(self, say: Callable[[Said], object]) -> None:
         super().__init__()
         self._say = say
@@ -218,7 +200,6 @@ def _run_of(said: list[Said], killed: bool) -> Run:
 
 
 def quick_plan(checkpoint: Checkpoint) -> Plan:
-    """4 bit in groups of 16, by the quickest quantizer."""
     part = part_format(4, 16)
     return uniform_plan(checkpoint.spec, "up", part, part, quantizer="nearest")
 
@@ -245,7 +226,6 @@ class Bench:
         return Child(self.source, folder, on_step, workers)
 
     def run(self, on_step: OnStep = nothing, workers: int = 1) -> Run:
-        """Converts into `out` in a child, and waits."""
         return self.start(self.out, on_step, workers).result()
 
     def resume(self, on_step: OnStep = nothing) -> Run:
@@ -255,7 +235,6 @@ class Bench:
         return _run_of(said, killed=False)
 
     def trial(self, what: str, *runs: Run) -> Trial:
-        """The trial of these runs into `out`, which is then removed."""
         different = different_files(files_in(self.out), self.whole)
         shutil.rmtree(self.out)
         return Trial(what, list(runs), different)
@@ -269,7 +248,6 @@ class Bench:
 
 
 def each_step(work: Path, every: int) -> Iterator[Trial]:
-    """Dies at each step in turn, then resumes."""
     bench = Bench(work)
     for number, (action, path) in enumerate(bench.steps, 1):
         yield bench.trial(f"{number}: {action} {path}", bench.run(dies_at(number)), bench.resume())
@@ -318,7 +296,7 @@ class TornWrite:
         die()
 
     def _whole_write(self, step: Step, item: Item | None) -> tuple[int, bytes]:
-        """Where this write goes, and its bytes."""
+        """Returns the place of this write, and its bytes."""
         known = self._bench.unfinished
         if item is not None:
             assert item.file == step.path, (item, step)
@@ -364,11 +342,10 @@ def many_deaths(work: Path, every: int) -> Iterator[Trial]:
 
 
 class Drive:
-    """A disk that keeps nothing but what was synced, and dies at a step.
+    """A disk that keeps only synced bytes and names, and dies at a step.
 
-    A file's bytes are safe once it is synced; names, once the folder is; and what is there now is. What a disk keeps
-    beyond that is its own affair: with `names` "ahead", all changes to names so far and still no bytes; "removed",
-    removals alone; "replaced", what now lies under names that were safe, and nothing new or removed.
+    It may keep more: with `names` "ahead", all changes to names so far, but no bytes; "removed", removals alone;
+    "replaced", other files under names that were safe.
     """
 
     def __init__(self, folder: Path, number: int, names: str, end: Callable[[], NoReturn] = die) -> None:
@@ -478,7 +455,6 @@ def filling_up(work: Path, every: int) -> Iterator[Trial]:
 
 
 def _fill(file: BinaryIO, leave: int = 0) -> None:
-    """Writes until the disk is full, or has only about `leave` bytes free."""
     disk = os.fstatvfs(file.fileno())
     left = disk.f_bavail * disk.f_frsize - leave
     try:

@@ -1,7 +1,4 @@
-"""The modules that a command loads, in an interpreter of its own, and who imported each first.
-
-This file is also what that interpreter runs. So it imports nothing but the standard library.
-"""
+"""The modules that a command loads, and who imported each first. Runs in an interpreter of its own."""
 
 import ast
 import json
@@ -37,7 +34,7 @@ class LoadedModule:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a command loaded. `packages`: the top packages of other projects, by name."""
+    """The modules that a command loaded. `packages`: the top packages of other projects."""
 
     modules: tuple[LoadedModule, ...]
     packages: tuple[str, ...]
@@ -51,7 +48,6 @@ class Loaded:
         return sum(module.code_lines for module in self.modules)
 
     def folders(self) -> dict[str, tuple[int, int]]:
-        """Modules and lines of each folder, in order."""
         found = dict[str, tuple[int, int]]()
         for module in sorted(self.modules, key=lambda each: each.folder):
             number, lines = found.get(module.folder, (0, 0))
@@ -69,10 +65,7 @@ class Loaded:
 
 
 def loaded_by(program: str, *arguments: object, exit_code: int = 0) -> Loaded:
-    """Runs a program to its end, and returns what it loaded; a server ends when it is ready.
-
-    Raises:  AssertionError with what it wrote if it ends with another code.
-    """
+    """Runs a program to its end, and returns what it loaded; a server ends when it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         command = [sys.executable, __file__, str(found), program, *map(str, arguments)]

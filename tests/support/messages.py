@@ -30,7 +30,6 @@ def collected_messages() -> str:
 
 
 def _messages(tree: ast.Module) -> Iterator[str]:
-    """Yields the messages of a file in the order in which they stand there."""
     hidden = {id(node) for node in (*_docstrings(tree), *_assertions(tree))}
     inside: set[int] = set()
     texts = []
@@ -73,7 +72,6 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _assertions(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yields the texts of assertions, which state our own logic."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and node.msg is not None:
             yield from ast.walk(node.msg)

@@ -68,7 +68,6 @@ def _all_windows() -> Tensor:
 
 
 def _rows_of(stored: PartFormat, codes: Tensor, scales: Tensor) -> tuple[RowLayout, Tensor]:
-    """Rows of one part, called `weight`, of these codes, u8 [rows, columns], and scales as bytes, u8 [rows, bytes]."""
     layout = row_layout([("weight", stored, False)], codes.shape[1])
     out = np.zeros((len(codes), layout.row_bytes), np.uint8)
     section = torch.cat([pack_codes(codes, stored.width), scales], dim=1)

@@ -60,7 +60,6 @@ class Shape:
 
     @property
     def layout(self) -> ExpertLayout:
-        """Where its bytes lie."""
         matrices = MATRICES if self.gate else tuple(m for m in MATRICES if m != "gate")
         extra_floats = self.num_cols if "down" in self.bias else 0
         spec = ExpertSpec("silu", self.num_rows, matrices, self.bias, extra_floats)  # no function lays rows out
@@ -69,26 +68,20 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class RandomExpert:
-    """An expert's extent."""
-
     shape: Shape
     extent: Bytes = field(repr=False)
 
     def rows(self, threshold: float = 0.0) -> ExpertRows:
-        """The expert as the kernels see it."""
         return extent_rows(self.shape.layout, self.shape.selector, self.shape.function, threshold, self.extent)
 
     def packed(self) -> PackedExpert:
-        """The expert as plain torch sees it."""
         return PackedExpert(self.shape.layout, torch.from_numpy(self.extent))
 
     def block(self) -> NeuronBlock:
-        """All its neurons, dequantized."""
         (block,) = self.packed().blocks()
         return block
 
     def weight_magnitudes(self, matrix: Matrix) -> Tensor:
-        """What the errors of a matrix's products are relative to, float64 [f, d]."""
         held, part = self._rows_of(matrix)
         codes = held[:, part.offset : part.offset + part.code_bytes]
         section = np.hstack([codes, held[:, part.scales_offset : part.bias_offset]])
@@ -107,7 +100,6 @@ class RandomExpert:
 
 
 def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tensor:
-    """`(code + abs(zero)) * scale` of a part's bytes, float64 [rows, columns]: codes and zeros may be taken apart."""
     held = torch.from_numpy(section)
     if stored == MXFP4:  # sums of the native kernels' rows take E2M1 codes as affine ones, with a zero of 6
         scales = powers_of_two(held[:, stored.code_bytes(num_cols) :]).double().repeat_interleave(32, dim=1)
@@ -174,7 +166,6 @@ def random_rows(
 
 
 def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
-    """The bytes of a part without bias: u8 [rows, part bytes]."""
     if stored == BF16:
         weights = torch.randn(num_rows, num_cols, generator=generator).mul_(0.1).to(torch.bfloat16)
         return weights.view(torch.uint8).numpy()
@@ -288,7 +279,7 @@ def threshold_at(a: Tensor, sparsity: float, errors: Tensor | None = None) -> fl
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """What the errors of an expert's values are relative to, float64: [T, f] of `a` and `h`, [T, d] of `y`."""
+    """The magnitudes by which errors of an expert are judged, float64: [T, f] of `a` and `h`, [T, d] of `y`."""
 
     a: Tensor
     h: Tensor
@@ -322,7 +313,7 @@ def _acted(sums: Tensor, values: Tensor, function: NeuronFunction) -> Tensor:
 
 
 def product_magnitudes(x: Tensor, weights: Tensor) -> Tensor:
-    """What the errors of products are relative to, float64 [T, rows], for magnitudes of weights [rows, d].
+    """Returns the magnitudes by which errors of products are judged, float64 [T, rows], for weights' [rows, d].
 
     Fixed point has steps of a token's largest input / 8.3e6: half of one is `MAX_ERROR` of a sixteenth of that input.
     """
@@ -351,6 +342,6 @@ def assert_near(found: Tensor, expected: Tensor, magnitude: Tensor) -> None:
 
 
 def running(values: Activations, selector: Selector, threshold: float) -> Tensor:
-    """Which neurons run, bool [T, f], as `run_expert` has it."""
+    """Returns whether each neuron runs, bool [T, f], as `run_expert` has it."""
     a = values.of(selector)
     return (a != 0) & ~(a.abs() < threshold)

@@ -11,12 +11,10 @@ Tensor = tuple[str, Sequence[int], int, int]  # name, dimensions with the contig
 
 
 def text(value: str) -> bytes:
-    """Returns a text as GGUF stores it: its length, then its bytes."""
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def list_of(inner: int, count: int, raw: bytes) -> bytes:
-    """Returns a list of `count` values of one type."""
     return struct.pack("<IQ", inner, count) + raw
 
 

@@ -1,21 +1,18 @@
-"""Hand-made faults in packs, sealed again: sizes and digests are made to fit, so that only the fault can be refused.
-
-Digests and files are made by hand: sealing shares no code with what it tests.
-"""
+"""Hand-made faults in packs, sealed again without the product's code, so that only the fault can be refused."""
 
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, PackError
+from support.cases import assert_each, line_of
 
 JsonObject = dict[str, Any]
 Change = Callable[[JsonObject], object]
@@ -26,21 +23,16 @@ _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer
 
 
 def unchanged(values: JsonObject) -> None:
-    """The change that changes nothing."""
+    """Changes nothing."""
 
 
 def manifest_of(folder: Path) -> JsonObject:
-    """The manifest's JSON."""
     values: JsonObject = json.loads((folder / "manifest.json").read_text())
     return values
 
 
 def reseal(folder: Path, before: Change = unchanged, after: Change = unchanged) -> None:
-    """Writes the manifest again, for the files of its folder.
-
-    `before` changes it before sizes, digests, totals and root are computed, `after` when they are; the digest of
-    itself comes last in any case.
-    """
+    """Writes the manifest again, changed `before` and `after` sizes, digests, totals and root are computed."""
     values = manifest_of(folder)
     before(values)
     _recount(folder, values)
@@ -49,7 +41,7 @@ def reseal(folder: Path, before: Change = unchanged, after: Change = unchanged) 
 
 
 def sealed(values: JsonObject, leading: bytes = b"") -> bytes:
-    """The manifest's bytes, `leading` white space first, with the digest of itself as the last key."""
+    """Returns the manifest's bytes behind `leading` white space, with its own digest as the last key."""
     body = json.dumps({key: value for key, value in values.items() if key != "sha256"}, indent=1, sort_keys=True)
     opened = leading + body.removesuffix("\n}").encode() + b',\n "sha256": "'
     digest = hashlib.sha256(opened + b"0" * 64 + b'"\n}\n').hexdigest()
@@ -57,7 +49,6 @@ def sealed(values: JsonObject, leading: bytes = b"") -> bytes:
 
 
 def root_of(values: JsonObject) -> str:
-    """The root digest of the files a manifest lists."""
     lines = [(file["name"], f"{file['sha256']} {file['bytes']} {file['name']}\n") for file in values["files"]]
     for file in values["expert_files"]:
         lines.append((file["name"], f"{file['header_sha256']} {file['bytes']} {file['name']}\n"))
@@ -87,21 +78,19 @@ def _recount(folder: Path, values: JsonObject) -> None:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of a safetensors file: its dtype, shape and bytes."""
-
     dtype: str
     shape: tuple[int, ...]
     raw: bytes
 
 
 def safetensors_bytes(header: object, body: bytes = b"") -> bytes:
-    """A safetensors file with this header (JSON, or bytes as they are) and these bytes after it."""
+    """Returns a safetensors file with this header, JSON or bytes as they are, and these bytes after it."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + body
 
 
 def read_tensors(path: Path) -> dict[str, HeldTensor]:
-    """All tensors of a file, paddings among them, in order of offset."""
+    """Returns all tensors of a file, with padding, in the order of offsets."""
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     entries = sorted(json.loads(raw[8:start]).items(), key=lambda entry: entry[1]["data_offsets"])
@@ -113,7 +102,7 @@ def read_tensors(path: Path) -> dict[str, HeldTensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, HeldTensor]) -> None:
-    """Writes a file of these tensors in their order, without alignment."""
+    """Writes tensors in their order, without alignment."""
     header: JsonObject = {}
     end = 0
     for name, tensor in tensors.items():
@@ -124,13 +113,12 @@ def write_tensors(path: Path, tensors: dict[str, HeldTensor]) -> None:
 
 
 def array_tensor(dtype: str, values: object) -> HeldTensor:
-    """A tensor of this safetensors dtype with these values."""
     array = np.asarray(values, dtype=_NUMPY[dtype])
     return HeldTensor(dtype, array.shape, array.tobytes())
 
 
 def edit_array(path: Path, name: str, change: Callable[[NDArray[Any]], object]) -> None:
-    """Changes the values of one tensor of a file; everything else, the header too, stays as it is."""
+    """Changes the values of one tensor of a file, and nothing else."""
     tensors = read_tensors(path)
     held = tensors[name]
     array = np.frombuffer(bytearray(held.raw), _NUMPY[held.dtype]).reshape(held.shape)
@@ -149,12 +137,21 @@ def edit_byte(path: Path, offset: int) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """Why opening the pack, or reading all of it, is refused: one line."""
-    with pytest.raises(PackError) as refused:
-        read_whole(folder)
-    message = str(refused.value)
-    assert "\n" not in message, message
-    return message
+    """Returns the line with which opening the pack, or reading all of it, is refused."""
+    return line_of(PackError, lambda: read_whole(folder))
+
+
+def refuse_each(
+    new_pack: Callable[[], Path], cases: Iterable[tuple[Any, ...]], damage: Callable[..., object], before: str = ""
+) -> None:
+    """Damages a pack for each case, whose last value is the message that refuses it, without what is `before` it."""
+
+    def found(*values: Any) -> str:
+        folder = new_pack()
+        damage(folder, *values)
+        return refusal(folder)
+
+    assert_each(cases, found, before)
 
 
 def read_whole(folder: Path) -> None:

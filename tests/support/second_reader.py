@@ -1,8 +1,6 @@
 """A second reader of packs, written from docs/pack.md, docs/model.md and the table file alone, in plain numpy.
 
-It shares no code and no file with moe_pack: where the two agree bit for bit, the specification says what the code does.
-Section numbers are those of docs/pack.md; "the model" is docs/model.md. It decodes whole matrices and keeps no memory
-budget.
+It shares no code and no file with moe_pack. Section numbers are those of docs/pack.md; "the model" is docs/model.md.
 """
 
 import hashlib
@@ -47,17 +45,10 @@ NUMPY_DTYPES = {
 SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 SELF_DIGEST_BYTES = 82
 INDEX_TAILS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "offset": ("U64", ()),
-    "size": ("U64", ()),
-    "selector_row_bytes": ("U32", ()),
-    "record_row_bytes": ("U32", ()),
-    "crc32": ("U32", ()),
-    "group": ("U16", (3,)),
-    "codec": ("U8", (3,)),
-    "width": ("U8", (3,)),
-    "scale_bits": ("U8", (3,)),
-    "sha256": ("U8", (32,)),
-}
+    "offset": ("U64", ()), "size": ("U64", ()), "selector_row_bytes": ("U32", ()), "record_row_bytes": ("U32", ()),
+    "crc32": ("U32", ()), "group": ("U16", (3,)), "codec": ("U8", (3,)), "width": ("U8", (3,)),
+    "scale_bits": ("U8", (3,)), "sha256": ("U8", (32,)),
+}  # fmt: skip
 
 Tensor = tuple[str, str, Shape]  # name, dtype, shape
 
@@ -68,8 +59,6 @@ def align(size: int, boundary: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix's share of a row (section 7)."""
-
     codec: str
     width: int
     group: int
@@ -94,12 +83,11 @@ class Part:
         return n * self.width // (16 if self.codec == "trellis" else 8)
 
     def check(self, place: str) -> None:
-        """That section 5 has this format; `affine` and `trellis` are not checked."""
+        """Checks that section 5 has this format, except `affine` and `trellis`."""
         if self.codec not in ("affine", "trellis"):
             require((self.width, self.group, self.scale_bits) == FORMATS[self.codec], f"{place}: format")
 
     def decode(self, codes: Bytes, behind: Bytes, n: int) -> Floats:
-        """Weights [rows, n] for the bytes of codes [rows, code_bytes] and those behind [rows, bytes_behind]."""
         scales = behind[:, : self.scale_bytes(n)]
         if self.codec == "bf16":
             return bf16(np.ascontiguousarray(codes).view("<u2"))
@@ -126,7 +114,6 @@ class Part:
         return weights
 
     def _levels(self, codes: Bytes, n: int) -> Floats:
-        """A trellis's levels, step by step."""
         bits = ((self.width - 4) // 2, (self.width - 3) // 2)
         values = np.empty((len(codes), n), np.float32)
         middle: Bytes = np.zeros(len(codes), np.uint8)
@@ -158,14 +145,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """The layout of a row with these parts of `n` weights each (section 7)."""
-
     parts: dict[str, Part]
     n: int
 
     @property
     def places(self) -> dict[str, tuple[int, int]]:
-        """Where each part's codes begin, and where what lies behind them does."""
+        """The places of each part's codes, and of its scales, zeros and bias."""
         end, begins, places = 0, [], {}
         for part in self.parts.values():
             begins.append(align(end, 16))
@@ -185,7 +170,6 @@ class Rows:
         return align(self.crc_offset + 4, 16)
 
     def decode(self, rows: Bytes, place: str) -> dict[str, Floats]:
-        """Every part's weights [rows, n], after checking each row's CRC and padding."""
         end, places = self.crc_offset, self.places
         for number, row in enumerate(rows):
             crc = int.from_bytes(row[end : end + 4].tobytes(), "little")
@@ -374,7 +358,7 @@ class SecondReader:
         return found
 
     def down_bias(self, l: int, e: int) -> Floats | None:
-        """What is added to the expert's output (section 6)."""
+        """Returns the bias of the expert's output (section 6)."""
         count = self.manifest["model"]["expert"]["extra_floats"]
         if not count:
             return None
@@ -386,7 +370,6 @@ class SecondReader:
         return np.frombuffer(row[: 4 * count], "<f4")
 
     def dense(self, role: str) -> Floats:
-        """A dense tensor by its role (section 9)."""
         dtype, shape, begin, end = self._dense_places[role]
         raw = self._files["dense.safetensors"][begin:end]
         if role in self._dense_rows:
@@ -569,7 +552,7 @@ class SecondReader:
         return [*shapes, ("head_bias", (model["vocab_size"],))] if model["head_bias"] else shapes
 
     def _first_norms(self, residual: dict[str, Any] | None) -> list[tuple[str, Shape]]:
-        """What stands before the roles of attention or of a mixer."""
+        """Returns the roles before those of attention or of a mixer."""
         if residual is None or residual["kind"] in ("shortcut", "parallel", "normed_state"):
             return self._norm_shapes("attention_norm")
         if residual["kind"] == "gated_norms":
@@ -581,7 +564,7 @@ class SecondReader:
         return [*shapes, *self._norm_shapes("attention_post_norm")] if "attention" in residual["after"] else shapes
 
     def _second_norms(self, residual: dict[str, Any] | None, has_experts: bool) -> list[tuple[str, Shape]]:
-        """What stands before the roles of experts or of a dense expert."""
+        """Returns the roles before those of experts or of a dense expert."""
         if residual is None or residual["kind"] in ("shortcut", "normed_state"):
             return self._norm_shapes("mlp_norm")
         if residual["kind"] == "parallel":

@@ -15,7 +15,6 @@ def require(fulfilled: object, fault: str) -> None:
 
 
 def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
-    """The roles of several residual streams, for a half or after the last layer."""
     n, is_half = residual.get("streams", 0), name != "streams"
     if residual["kind"] == "gated_streams":
         rank = residual["rank"]
@@ -32,18 +31,15 @@ def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str
 
 
 def gated_norm_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
-    """The roles of the gates of a half's normed input."""
     return [(f"{name}.down", (residual["rank"], d)), (f"{name}.up", (d, residual["rank"]))]
 
 
 def relative_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The projections of attention whose heads have keys of their own."""
     width = attention["num_heads"] * attention["head_dim"]
     return [("q", (width, d)), ("k", (width, d)), ("v", (width, d)), ("o", (d, width))]
 
 
 def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str, Shape]]:
-    """The role of gates of heads that give `size` values."""
     if (gate := attention.get("gate")) is None:
         return []
     require(gate["each"] in ("head", "value"), "manifest.json: gates of attention")
@@ -53,7 +49,6 @@ def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str,
 
 
 def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of a layer's attention."""
     shapes: list[tuple[str, Shape]] = []
     if attention["kind"] == "grouped_query":
         size = attention["head_dim"]
@@ -103,19 +98,12 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
 
 
 def compressed_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of attention to a window and to entries."""
     h, n, q_rank = (attention[key] for key in ("num_heads", "head_dim", "q_lora_rank"))
     g, rank = attention["num_groups"], attention["o_lora_rank"]
     shapes: list[tuple[str, Shape]] = [
-        ("q_a", (q_rank, d)),
-        ("q_a_norm", (q_rank,)),
-        ("q_b", (h * n, q_rank)),
-        ("kv", (n, d)),
-        ("kv_norm", (n,)),
-        ("sinks", (h,)),
-        ("o_a", (g * rank, h * n // g)),
-        ("o_b", (d, g * rank)),
-    ]
+        ("q_a", (q_rank, d)), ("q_a_norm", (q_rank,)), ("q_b", (h * n, q_rank)), ("kv", (n, d)), ("kv_norm", (n,)),
+        ("sinks", (h,)), ("o_a", (g * rank, h * n // g)), ("o_b", (d, g * rank)),
+    ]  # fmt: skip
     if (compression := attention["compression"]) is None:
         return shapes
     c, size, indexer = 2 if compression["overlap"] else 1, compression["window_tokens"], compression["indexer"]
@@ -130,15 +118,10 @@ def compressed_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shap
 
 
 def mixer_shapes(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of a layer's mixer."""
     shapes = {
-        "gated_delta_net": gated_delta,
-        "kimi_delta_attention": kimi_delta,
-        "mamba2": mamba2,
-        "mamba": mamba,
-        "short_conv": short_conv,
-        "lightning_attention": lightning,
-    }
+        "gated_delta_net": gated_delta, "kimi_delta_attention": kimi_delta, "mamba2": mamba2, "mamba": mamba,
+        "short_conv": short_conv, "lightning_attention": lightning,
+    }  # fmt: skip
     require(mixer["kind"] in shapes, "manifest.json: kind of mixer")
     return [(f"mixer.{role}", shape) for role, shape in shapes[mixer["kind"]](mixer, d)]
 
@@ -179,17 +162,9 @@ def mamba2(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     h, w = mixer["num_heads"], mixer["num_heads"] * mixer["head_dim"]
     c = w + 2 * mixer["num_groups"] * mixer["state_size"]
     shapes: list[tuple[str, Shape]] = [
-        ("in", (w + c + h, d)),
-        ("in_bias", (w + c + h,)),
-        ("conv", (c * mixer["conv_kernel"],)),
-        ("conv_bias", (c,)),
-        ("a_log", (h,)),
-        ("dt_bias", (h,)),
-        ("skip", (h,)),
-        ("out_norm", (w,)),
-        ("o", (d, w)),
-        ("o_bias", (d,)),
-    ]
+        ("in", (w + c + h, d)), ("in_bias", (w + c + h,)), ("conv", (c * mixer["conv_kernel"],)), ("conv_bias", (c,)),
+        ("a_log", (h,)), ("dt_bias", (h,)), ("skip", (h,)), ("out_norm", (w,)), ("o", (d, w)), ("o_bias", (d,)),
+    ]  # fmt: skip
     present = {"in_bias": mixer["proj_bias"], "conv_bias": mixer["conv_bias"], "o_bias": mixer["proj_bias"]}
     return [(name, shape) for name, shape in shapes if present.get(name, True)]
 
@@ -197,21 +172,10 @@ def mamba2(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
 def mamba(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     c, n, rank = mixer["channels"], mixer["state_size"], mixer["step_rank"]
     shapes: list[tuple[str, Shape]] = [
-        ("in", (2 * c, d)),
-        ("in_bias", (2 * c,)),
-        ("conv", (c * mixer["conv_kernel"],)),
-        ("conv_bias", (c,)),
-        ("x", (rank + 2 * n, c)),
-        ("dt_norm", (rank,)),
-        ("b_norm", (n,)),
-        ("c_norm", (n,)),
-        ("dt", (c, rank)),
-        ("dt_bias", (c,)),
-        ("a_log", (c * n,)),
-        ("skip", (c,)),
-        ("o", (d, c)),
-        ("o_bias", (d,)),
-    ]
+        ("in", (2 * c, d)), ("in_bias", (2 * c,)), ("conv", (c * mixer["conv_kernel"],)), ("conv_bias", (c,)),
+        ("x", (rank + 2 * n, c)), ("dt_norm", (rank,)), ("b_norm", (n,)), ("c_norm", (n,)), ("dt", (c, rank)),
+        ("dt_bias", (c,)), ("a_log", (c * n,)), ("skip", (c,)), ("o", (d, c)), ("o_bias", (d,)),
+    ]  # fmt: skip
     present = {"in_bias": mixer["proj_bias"], "conv_bias": mixer["conv_bias"], "o_bias": mixer["proj_bias"]}
     return [(name, shape) for name, shape in shapes if present.get(name, True)]
 
@@ -219,11 +183,7 @@ def mamba(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
 def short_conv(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     c = mixer["channels"]
     shapes: list[tuple[str, Shape]] = [
-        ("in", (3 * c, d)),
-        ("in_bias", (3 * c,)),
-        ("conv", (c * mixer["conv_kernel"],)),
-        ("conv_bias", (c,)),
-        ("o", (d, c)),
-        ("o_bias", (d,)),
-    ]
+        ("in", (3 * c, d)), ("in_bias", (3 * c,)), ("conv", (c * mixer["conv_kernel"],)), ("conv_bias", (c,)),
+        ("o", (d, c)), ("o_bias", (d,)),
+    ]  # fmt: skip
     return [(name, shape) for name, shape in shapes if mixer["bias"] or not name.endswith("bias")]

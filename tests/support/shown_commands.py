@@ -37,23 +37,19 @@ class Shown:
 
     @property
     def text(self) -> str:
-        """The command in one line."""
         return " ".join(self.words)
 
     @property
     def script(self) -> str | None:
-        """The file that Python runs, from the repository's root."""
         is_script = len(self.words) > 1 and self.words[0] == "python" and self.words[1].endswith(".py")
         return self.words[1] if is_script else None
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What follows the program or Python's script."""
         return self.words[2:] if self.script else self.words[1:]
 
     @property
     def is_bench(self) -> bool:
-        """Whether it is a benchmark of today."""
         return self.script is not None and self.script.startswith(_BENCH) and not self.is_old
 
     @property
@@ -115,14 +111,9 @@ def makefile_commands() -> dict[str, list[Shown]]:
     text = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
     text = re.sub(r"\$\(if \$\(\w+\),((?:[^()]|\([^()]*\))*)\)", r"\1", text)  # what is there if the variable is
     given = {
-        "BIN": "python-of",
-        "BENCH": "tests/bench",
-        "LLAMA": "",
-        "BENCH_PACKS": "FOLDER",
-        "PACK": "PACK",
-        "EXPERTS": "FILE.safetensors",
-        "GPU_PYTHON": "python-of/python",
-    }
+        "BIN": "python-of", "BENCH": "tests/bench", "LLAMA": "", "BENCH_PACKS": "FOLDER", "PACK": "PACK",
+        "EXPERTS": "FILE.safetensors", "GPU_PYTHON": "python-of/python",
+    }  # fmt: skip
     found: dict[str, list[Shown]] = {}
     needed: dict[str, list[str]] = {}
     target = ""
@@ -155,7 +146,6 @@ def _code_lines(text: str) -> Iterator[str]:
 
 
 def _spans(text: str) -> Iterator[str]:
-    """Yields what stands between backticks outside of blocks."""
     prose = re.sub(r"^    .*$", "", _FENCED.sub("", text), flags=re.MULTILINE)
     yield from (" ".join(span.split()) for span in _SPAN.findall(prose))
 
@@ -170,7 +160,6 @@ def _command(line: str) -> tuple[str, ...]:
 
 
 def bench_command(script: str) -> click.Command | None:
-    """Returns the command of a benchmark's file; None for one that does not use Click."""
     main = getattr(importlib.import_module(Path(script).stem), "main", None)
     return main if isinstance(main, click.Command) else None
 

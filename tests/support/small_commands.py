@@ -1,7 +1,7 @@
 """How each command that a page shows runs small in a test, or why it cannot run here.
 
 A new benchmark needs a line in SMALL: options that make it take a second or two (they replace the same ones on the
-page), and the columns of the tables that it prints. What cannot run in a test needs a line in NOT_HERE.
+page), and the columns of the tables that it prints. Others need a line in NOT_HERE.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,14 @@ from support.shown_commands import Shown
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """A small run of a benchmark.
+    """A small run of a benchmark."""
 
-    `options`: in place of those on the page; MODEL is a tiny checkpoint, PACK a pack of the demo model, FOLDER has
-    packs of a tiny model, SCRATCH is a folder for files.   `tables`: a header's cells, or some of them, of each table
-    that has to be there.   `judges`: whether it exits with 1 where figures are unlike those of a whole run.   `says`: a
-    pattern that has to be found where it prints no table, or not the same for all of its options.
-    """
-
+    # In place of those on the page. MODEL is a tiny checkpoint, PACK a pack of the demo model, FOLDER has packs of tiny
+    # models, SCRATCH is a folder for files.
     options: str
-    tables: tuple[str, ...]
-    judges: bool = False
-    says: str = ""
+    tables: tuple[str, ...]  # a header's cells, or some of them, of each table that has to be there
+    judges: bool = False  # whether it exits with 1 where figures are unlike those of a whole run
+    says: str = ""  # a pattern that has to be found, if it prints no table, or not the same for all of its options
 
 
 _QUALITY = "--tokens 512 --tokens-learned 512 --passages 4 --no-plain --sparsities 0.8 --thetas 0,0.25 --widths 16,2"

@@ -52,7 +52,6 @@ def shrunk(name: str, num_layers: int = 3, hidden_size: int = 128, **changes: ob
 
 
 def shrunk_mixer(mixer: MixerSpec, hidden_size: int) -> MixerSpec:
-    """A mixer with few and narrow heads."""
     if isinstance(mixer, GatedDeltaSpec):
         return replace(mixer, num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16)
     if isinstance(mixer, MambaSpec):
@@ -99,14 +98,13 @@ def character(
 
 
 def made(spec: ModelSpec, folder: Path, like: SyntheticTraits | None = None, plan: Plan | None = None) -> Path:
-    """A synthetic pack in a folder."""
     synthesize(spec, plan or plan_for(spec), like or character(spec), folder, workers=1)
     return folder
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a model did with some tokens: experts of each MoE layer, [T, k]; the hidden state's rms after each layer."""
+    """A run over some tokens: experts of each MoE layer, [T, k]; the hidden state's rms after each layer."""
 
     routes: list[NDArray[np.int64]]
     rms: list[float]
@@ -115,7 +113,6 @@ class Run:
 
 @torch.inference_mode()
 def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
-    """Runs a pack over random tokens, by the runtime's own layers."""
     with Pack(folder) as pack, operations_for(CPU) as operations:
         weights, spec = open_weights(pack, CPU, operations), pack.spec
         ids = torch.randint(spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
@@ -138,7 +135,6 @@ def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
 
 
 def shares(routes: NDArray[np.int64], num_experts: int) -> NDArray[np.float64]:
-    """The share of tokens that chose each expert."""
     return np.bincount(routes.ravel(), minlength=num_experts) / len(routes)
 
 
