@@ -31,9 +31,9 @@ class LateQueues(Queues):
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         super().__init__(device)
         self.random = random.Random(seed)
-        self._late = deque[tuple[LateMark, Callable[[], None]]]()
+        self._late = deque[tuple[LateMark, Callable[[], object]]]()
 
-    def beside(self, work: Callable[[], None], after: Sequence[Mark]) -> Mark:
+    def beside(self, work: Callable[[], object], after: Sequence[Mark]) -> Mark:
         for mark in after:
             self.wait_for(mark)
         mark = LateMark(self)

@@ -150,13 +150,13 @@ def cases(size: Size) -> Iterator[Case]:
     yield Case("enter_rows", "1500 changes", partial(enter_rows_case, 1500))
     yield Case("reduce", f"8 experts, 16 sums, {d}", partial(reduce_case, (8, 16, d), ("pulled", "host", "residual")))
     yield Case("hand_over", f"6 experts, {d}", partial(hand_over_case, 6, d))
-    for shape, dtype in _ATTENTION[size]:
+    for shape, kv_dtype in _ATTENTION[size]:
         heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
-        name = f"{heads}, position {shape.position} of {shape.places}, window {shape.window}, {dtype}"
-        yield Case("attend", name, partial(_attention, shape, dtype))
+        name = f"{heads}, position {shape.position} of {shape.places}, window {shape.window}, {kv_dtype}"
+        yield Case("attend", name, partial(_attention, shape, kv_dtype))
     for stored in ("BF16", 4, "t5") if size == "real" else (4,):
-        shape = LatentShape(16, 128, 64, 128, 512, stored, 680, 19) if size == "real" else _TINY_LATENT
-        yield Case("enter_latent, attend, leave_latent", str(stored), partial(latent_case, shape))
+        latent_shape = LatentShape(16, 128, 64, 128, 512, stored, 680, 19) if size == "real" else _TINY_LATENT
+        yield Case("enter_latent, attend, leave_latent", str(stored), partial(latent_case, latent_shape))
 
 
 # --- what lies between products

@@ -168,16 +168,9 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A prompt of random tokens, then tokens one by one; after each the likeliest next one is found.
+    """A prompt of random tokens, then random tokens one by one; after each the likeliest next one is found.
 
-    What comes next is drawn at random all the same: synthetic weights would soon repeat one token, and so one route.
-    Of decoding, `resident`, `pulled`, `left`: shares of the running neurons that were computed from GPU memory, over
-    the link, and by the CPU, without those of experts that the CPU computed whole, `whole_per_token`;
-    `promoted_per_token`: records copied while tokens ran; `ahead_per_token`: pulled before their layer, of which
-    `ahead_needed` is the share that ran; `bytes_per_token`: over the link; `disk_bytes_per_token`:
-    that the CPU's own engine asked for.   `link_share`: what the link's bytes take at its measured copy rate, as a
-    share of the time; `cpu_share`: of the time, in which the CPU computed.   `driver_bytes`: that the driver says are
-    taken of the GPU, by whomever.
+    The next token is drawn, because synthetic weights would soon repeat one token, and so one route.
     """
 
     pack: str
@@ -188,18 +181,18 @@ class Speed:
     decode_per_s: float
     median_token_ms: float
     worst_token_ms: float
-    resident: float
-    pulled: float
-    left: float
-    whole_per_token: float
-    promoted_per_token: float
-    ahead_per_token: float
-    ahead_needed: float
-    bytes_per_token: float
-    disk_bytes_per_token: float
-    link_share: float
-    cpu_share: float
-    driver_bytes: int
+    resident: float  # share of decoding's running neurons that were computed from GPU memory
+    pulled: float  # over the link
+    left: float  # by the CPU, without those of the experts of `whole_per_token`
+    whole_per_token: float  # experts that the CPU computed whole
+    promoted_per_token: float  # records that were copied while tokens ran
+    ahead_per_token: float  # records that were pulled before their layer
+    ahead_needed: float  # share of these that ran
+    bytes_per_token: float  # over the link
+    disk_bytes_per_token: float  # that the CPU's own engine asked for
+    link_share: float  # of the time, that the link's bytes take at its measured copy rate
+    cpu_share: float  # of the time, in which the CPU computed
+    driver_bytes: int  # of the GPU that the driver says are in use
 
 
 @dataclass(frozen=True, slots=True)

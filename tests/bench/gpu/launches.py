@@ -1,10 +1,9 @@
 """The launches of a token, counted: kernels by name, copies, calls of the CPU, and waits of the host.
 
-The engine of a shrunk model runs a token in plain memory, as under Triton's interpreter, and every launch is counted
-where it is made. What is launched does not run: a CUDA graph repeats the same launches whatever the values are. Memory
-counts as the GPU's if it was allocated for the engine's device, and as the host's if it would be page-locked there; a
-copy between the two is one over the link. What a layer adds is the difference between models of three layers and of
-two. Importing this needs Triton, as its interpreter.
+The engine of a shrunk model makes a token's launches in plain memory; they are counted, and do not run: a CUDA graph
+repeats the same launches whatever the values are. Memory counts as the GPU's if it was allocated for the engine's
+device, and as the host's if it would be page-locked there; a copy between the two is one over the link. The difference
+between models of three layers and of two is a layer's. Importing this needs Triton, as its interpreter.
 """
 
 from collections import Counter

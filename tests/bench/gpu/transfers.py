@@ -120,7 +120,7 @@ def make_experts(clock: Clock, model: Model, selector: Selector, selector_bits: 
 def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: Stored) -> tuple[list[StoredRows], int]:
     """Returns so many copies of a random matrix that they exceed the L2 cache four times, and the bytes of one's parts.
 
-    Of 16 bits they are plain bf16 values.
+    With 16 bits they are plain bf16 values.
     """
     spread = WeightDistribution(0.0, num_cols**-0.5)
     if bits == 16:

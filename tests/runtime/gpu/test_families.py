@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(name: str, changes: dict[str, object], folder: Path, run: GpuRun) -> None:
-    """That a tiny model of this name, with some keys changed, has the reference's logits."""
+    """Compares a tiny model of this name, with some keys changed, with the reference's logits."""
     from support.families import TINY, Tiny, write  # which imports transformers
 
     (tiny,) = (tiny for tiny in TINY if str(tiny) == name)

@@ -48,7 +48,7 @@ COVERED = [
 
 
 def faults(found: list[Compiled]) -> list[str]:
-    """What is wrong with kernels that read rows of the width their call names, or of 16 and more bits."""
+    """Returns the faults of kernels that read rows of the width their call names, or of 16 and more bits."""
     wrong = []
     for k in found:
         name = f"{k.call}, {k.kernel}, sm_{k.capability}"
