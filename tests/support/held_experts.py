@@ -36,7 +36,7 @@ class RoundedExperts(CheckpointWeights):
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
         (block,) = super().expert(layer_idx, expert).blocks()
-        rounded = {}
+        rounded = dict[str, Tensor]()
         for matrix in ("gate", "up", "down"):
             weights, width = getattr(block, matrix), self._width_of(layer_idx, expert, matrix)
             if weights is not None and width < 16:
