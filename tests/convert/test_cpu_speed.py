@@ -461,6 +461,13 @@ def test_an_expert_is_missed_no_more_often_than_it_runs_and_never_where_all_fit(
     assert not tier_of(64 * MIB).estimate(MADE, np.zeros((4, 8)), is_rough=True).misses.any()
 
 
+def test_running_an_expert_takes_its_selector_and_the_rows_that_run() -> None:
+    """By hand, at 33 GB/s for 4 bits: 448 rows of up, a quarter of the records."""
+    assert EXPERT.selector is not None
+    num_bytes = 448 * EXPERT.selector.row_bytes + 112 * EXPERT.records.row_bytes
+    assert tier_of(MIB).run_seconds(EXPERT, 0.75) == pytest.approx(num_bytes / 33e9)
+
+
 def test_an_expert_is_fetched_whole_unless_its_running_rows_are_the_sooner_there() -> None:
     """A disk of 1 GB/s whatever the size, in whole blocks of 4 KiB."""
     disk = steady_disk(1e9)
