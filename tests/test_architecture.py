@@ -44,12 +44,7 @@ FAMILY_TABLES = (
 # Where code looks at the class of a model's part: where parts are defined and computed, and in the files below, which
 # read configs into parts, say parts in the words of GGUF, or choose a GPU's kernels. All others ask the part.
 PARTS = ("moe_pack.formats.parts", "moe_pack.runtime.model")
-LOOK_AT_PARTS = {
-    "moe_pack.formats.families.deepseek_v4", "moe_pack.formats.families.gpt_oss",
-    "moe_pack.formats.families.minimax_m3_vl", "moe_pack.formats.families.mistral4",
-    "moe_pack.formats.families.prediction", "moe_pack.formats.families.readers", "moe_pack.formats.gguf.factors",
-    "moe_pack.formats.gguf.metadata", "moe_pack.runtime.gpu.token_layers",
-}  # fmt: skip
+LOOK_AT_PARTS = {"moe_pack.formats.gguf.factors", "moe_pack.formats.gguf.metadata", "moe_pack.runtime.gpu.token_layers"}
 
 MAX_FACE_NAMES = 40
 FOR_USERS = {"moe_pack.runtime": {"Model", "load"}}  # names that a face offers to those who write Python

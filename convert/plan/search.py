@@ -312,7 +312,7 @@ def least_time(
         choices.quantizer,
         tuple(tuple(choices.formats[n] for n in layer) for layer in expert_choice.reshape(-1, E).tolist()),
         tuple(None if width == 16 else plans.part_format(width, DENSE_GROUP) for width in dense_widths),
-        plans.planned_repeats(spec, choices.quantizer),
+        spec.expert.repeats if choices.quantizer == "calibrated" else 0,
     )
     sparsity = np.array(losses.sparsities)[sparsity_idx].reshape(losses.popularity.shape)
     return Allocation(Decision(plan, sparsity), solution.weight, solution)

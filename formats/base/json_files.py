@@ -1,6 +1,6 @@
 """Our own JSON files as frozen dataclasses, and the SHA-256 at the end of such a file (docs/pack.md).
 
-Unknown keys, missing keys and values of another type are refused. `families/config.py` reads foreign files.
+Unknown keys, missing keys and values of another type are refused. `families/family.py` reads foreign files.
 """
 
 import dataclasses

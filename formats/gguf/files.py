@@ -19,8 +19,7 @@ from moe_pack import formats
 from moe_pack.formats.base.commands import did_you_mean
 from moe_pack.formats.families import claiming, registry, weight_files
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Stored
+from moe_pack.formats.families.family import Config, ExpertNames, Family, Stored
 from moe_pack.formats.gguf import architecture, header, rows
 from moe_pack.formats.gguf.decoders import DECODERS
 from moe_pack.formats.gguf.factors import rope_factors

@@ -26,7 +26,7 @@ from moe_pack.calib.sensitivity.errors import (
 )
 from moe_pack.formats import MATRICES, ModelSpec, Quantizer, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.plans import QUANTIZERS, format_text
