@@ -42,7 +42,7 @@ FAMILY_TABLES = (
 )
 
 # Where code looks at the class of a model's part: where parts are defined and computed, and in the files below, which
-# read configs into parts, say parts in the words of GGUF, or choose a GPU's kernels. All others ask the part.
+# say parts in the words of GGUF, or choose a GPU's kernels. All others ask the part.
 PARTS = ("moe_pack.formats.parts", "moe_pack.runtime.model")
 LOOK_AT_PARTS = {"moe_pack.formats.gguf.factors", "moe_pack.formats.gguf.metadata", "moe_pack.runtime.gpu.token_layers"}
 
