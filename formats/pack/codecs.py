@@ -4,10 +4,11 @@
 
 1. plans.py: its name and a line of `CODECS`, from which sizes, faults, features and numbers follow.
 2. Here: a class with encode and decode, and a line in `_CODECS`. docs/pack.md: its number and its bytes.
-3. The CPU: native/layout.cpp, codes.h and row_kernels.h, and `_CODECS` in runtime/cpu/kernels.py. The GPU:
-   runtime/gpu/kernels/rows.py.
+3. The CPU, in runtime/cpu/native: kernels.h (number and format), codes.h, row_kernels.h, and the loops of each
+   instruction set (floats_*.h, affine_*.h). The GPU: runtime/gpu/kernels/rows.py, and products.py if values need more
+   than a factor.
 4. Codes: calib/quantize/, or convert/kept.py if a source has them; then scales in convert/synthetic.py.
-5. Tests: tests/support/second_reader.py and named_formats.py.
+5. Tests: tests/support/second_reader.py, named_formats.py and expert_cases.py; tests/native/layouts.cpp and plain.cpp.
 
 `TRELLIS_HASH` and `TRELLIS_LEVELS` are part of the format (docs/trellis-tables.json) and never change.
 tests/bench/trellis_tables.py made them.

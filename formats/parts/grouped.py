@@ -194,6 +194,9 @@ class GroupedQuerySpec(heads.Attention):
         # Masks of the positions that are seen, and that are chosen, with copies.
         return 0 if self.indexer is None else heads.MASKS * num_tokens * num_positions
 
+    def is_unknown_to(self, runner: part.Runner) -> bool:
+        return False
+
     def lacks(self, runner: part.Runner) -> Iterator[str]:
         if runner != "gpu":
             return

@@ -44,9 +44,9 @@ class Attention(part.Part, ABC):
         """Yields the dense tensors that all layers of a stack share."""
         yield from ()
 
+    @abstractmethod
     def is_unknown_to(self, runner: part.Runner) -> bool:
         """Returns whether a runner lacks this kind of attention as a whole, whatever its fields."""
-        return False
 
     # ---- cache ----
 

@@ -1,6 +1,6 @@
 """The division of a GPU's memory for experts: rows that are resident for the whole run, and memory for all others.
 
-Only numbers: nothing is allocated here. The fractional knapsack of `runtime.offload.budget` chooses the *static* rows:
+Only numbers: nothing is allocated here. The fractional knapsack of `runtime.offload.budgets` chooses the *static* rows:
 whole selectors and the first records of each expert, which packs store hottest first. *Dynamic* memory has slots of one
 record each, a layer's own, scratch memory for pulled records of one layer without a slot, and memory for records that
 are pulled before their layer begins. In passes of many tokens it holds whole experts on their way.

@@ -2,8 +2,12 @@
 
 Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
 the bytes that experts get: `divide_budget` on the CPU, runtime/gpu/placements.py on a GPU.
+
+A new part is a field of `FixedParts`, its bytes in `cpu_needs`, its name in `BudgetPlan.parts`, and a row of a table in
+docs/streaming.md.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +69,7 @@ class FixedParts:
     @property
     def num_bytes(self) -> int:
         """The sum of all parts."""
-        return self.dense + self.cache + self.workspace + self.predictors + self.overhead + self.drafts
+        return sum(dataclasses.astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,20 +186,16 @@ def divide_or_refuse(budget_bytes: int, needs: MemoryNeeds, context_tokens: int,
 
 @dataclass(frozen=True, slots=True)
 class BudgetPlan:
-    """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`; see `FixedParts`."""
+    """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`."""
 
     budget: int
-    dense: int
-    cache: int
-    workspace: int
-    predictors: int
+    fixed: FixedParts
     page_bytes: int  # without the head before it
     head_bytes: int
     num_pages: int
     chunk_tokens: int  # the most of a forward pass
     selectors: int = 0  # of those that stay in memory
     num_selectors: int = 0
-    drafts: int = 0
 
     @property
     def arena(self) -> int:
@@ -205,8 +205,7 @@ class BudgetPlan:
     @property
     def spent(self) -> int:
         """The sum of all parts; never more than the budget."""
-        fixed = self.dense + self.cache + self.workspace + self.predictors + self.drafts
-        return fixed + self.selectors + self.arena
+        return self.fixed.num_bytes + self.selectors + self.arena
 
     @property
     def left(self) -> int:
@@ -216,12 +215,13 @@ class BudgetPlan:
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
         """The parts with their names; their sum is the budget."""
-        drafts = (MemoryPart("prediction layer", self.drafts),) if self.drafts else ()
+        fixed = self.fixed
+        drafts = (MemoryPart("prediction layer", fixed.drafts),) if fixed.drafts else ()
         return (
-            MemoryPart("dense weights", self.dense),
-            MemoryPart("key-value cache", self.cache),
-            MemoryPart("workspace", self.workspace),
-            MemoryPart("predictors", self.predictors),
+            MemoryPart("dense weights", fixed.dense),
+            MemoryPart("key-value cache", fixed.cache),
+            MemoryPart("workspace", fixed.workspace),
+            MemoryPart("predictors", fixed.predictors),
             *drafts,
             MemoryPart("resident selectors", self.selectors),
             MemoryPart("pages of experts", self.arena),
@@ -294,21 +294,8 @@ def divide_budget(
     has_selector = resident_selectors(layout, heat, num_selectors)
     most_pages = int(expert_pages(layout, page_bytes, has_selector).sum())
     num_pages = min((division.experts - selectors) // slot_bytes, most_pages)
-    fixed, chunk = division.fixed, division.chunk_tokens
-    return BudgetPlan(
-        budget_bytes,
-        fixed.dense,
-        fixed.cache,
-        fixed.workspace,
-        fixed.predictors,
-        page_bytes,
-        head_bytes,
-        num_pages,
-        chunk,
-        selectors,
-        num_selectors,
-        fixed.drafts,
-    )
+    chunk = division.chunk_tokens
+    return BudgetPlan(budget_bytes, division.fixed, page_bytes, head_bytes, num_pages, chunk, selectors, num_selectors)
 
 
 def selector_heat(popularity: NDArray[np.floating[Any]], skips: NDArray[np.bool_]) -> NDArray[np.float32]:

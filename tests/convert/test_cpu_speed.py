@@ -423,7 +423,7 @@ def test_shares_are_the_runtimes_own_and_come_to_the_budget(predictor_bytes: int
         plan = divide_budget(MADE, budget, CONTEXT, predictor_bytes)
         assert sum(shares.values()) == budget
         assert shares["predictors"] == predictor_bytes
-        assert (shares["pages of experts"], shares["workspace"]) == (plan.arena, plan.workspace)
+        assert (shares["pages of experts"], shares["workspace"]) == (plan.arena, plan.fixed.workspace)
 
 
 @pytest.mark.parametrize("predictor_bytes", [0, 100_000])

@@ -51,7 +51,7 @@ def assert_runs_within_budgets(folder: Path) -> None:
             with case(folder.parent.name, policy), Engine(opened, options, NUM_POSITIONS) as engine:
                 assert greedy(engine) == greedy(engine) == expected
                 assert isinstance(engine.decoder, Decoder) and engine.plan is not None
-                assert engine.plan.cache == engine.decoder.cache.num_bytes and engine.plan.left >= 0
+                assert engine.plan.fixed.cache == engine.decoder.cache.num_bytes and engine.plan.left >= 0
 
 
 @pytest.mark.slow

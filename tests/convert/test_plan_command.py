@@ -94,7 +94,7 @@ def test_the_parts_sum_to_the_target_from_just_enough_to_all_in_memory(names: li
             least, most = least_budget(layout, context, 1 << 20), whole_bytes(layout, context, 1 << 20)
             for target in np.linspace(least, most, 30 if names is FEW else 12).astype(np.int64).tolist():
                 plan = divide_budget(layout, target, context, 1 << 20)
-                assert plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena + plan.left == target
+                assert plan.fixed.num_bytes + plan.arena + plan.left == target
                 assert plan.left >= 0 and plan.num_pages > 0
 
 

@@ -2,6 +2,9 @@
 
 Its layers, from the outside in: headers, counts, the log and unexpected exceptions; CORS; names, origins and keys;
 bodies; the protocols. With keys, every path but `/health` and the page needs one, also a path that does not exist.
+
+A new endpoint is a route of its protocol's router in `protocols`, and a line of the table in docs/serving.md. Routes of
+a running server are in live.py and `_add_own_routes`; `OPEN_PATHS` names those that need no key.
 """
 
 import hashlib

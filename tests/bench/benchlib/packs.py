@@ -138,4 +138,5 @@ def budget_with(pack: Pack, num_experts: int, context_tokens: int) -> int:
     """Returns the budget that has space for so many of the largest experts, and for short forward passes."""
     plan = divide_budget(pack.layout, _BOUNDLESS, context_tokens, 0)
     largest = int(expert_pages(pack.layout, plan.page_bytes).max()) * (plan.page_bytes + plan.head_bytes)
-    return plan.dense + plan.cache + workspace_bytes(pack.spec, LEAST_PREFILL_TOKENS) + num_experts * largest
+    fixed = plan.fixed.dense + plan.fixed.cache + workspace_bytes(pack.spec, LEAST_PREFILL_TOKENS)
+    return fixed + num_experts * largest

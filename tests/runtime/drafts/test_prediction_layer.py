@@ -580,7 +580,7 @@ def test_what_cannot_draft_says_why(packed: Path, tmp_path: Path) -> None:
         with case(why), Pack(folder) as opened, Engine(opened, options, CONTEXT, sequences=sequences) as engine:
             assert engine.drafts is None
             assert engine.fallbacks == [f"nothing is drafted: {why}"]
-            assert engine.plan is None or engine.plan.drafts == 0
+            assert engine.plan is None or engine.plan.fixed.drafts == 0
     strict = EngineOptions(draft="mtp", is_strict=True)
     with Pack(tmp_path / "demo") as opened, pytest.raises(RunError) as refused:
         Engine(opened, strict, CONTEXT)
@@ -592,5 +592,5 @@ def test_only_mtp_loads_the_layer(packed: Path) -> None:
     with Pack(packed) as opened:
         for draft in choices:
             with case(draft), Engine(opened, EngineOptions(draft=draft, budget_bytes=1 << 30), CONTEXT) as engine:
-                assert engine.plan is not None and engine.plan.drafts == 0
+                assert engine.plan is not None and engine.plan.fixed.drafts == 0
                 assert engine.decoder.sequences[0].follower is None  # type: ignore[union-attr]  # no encoder

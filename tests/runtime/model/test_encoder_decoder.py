@@ -96,7 +96,7 @@ def test_experts_that_stream_inside_the_least_budget_give_the_same_text(opened: 
                 assert greedy(engine.decoder) == expected
                 stream = report(engine).stream
                 assert stream is not None and engine.plan is not None
-                assert engine.plan.cache == engine.decoder.cache.num_bytes + engine.decoder.read.num_bytes
+                assert engine.plan.fixed.cache == engine.decoder.cache.num_bytes + engine.decoder.read.num_bytes
                 assert engine.plan.left >= 0
                 assert (stream.prefill.tokens, stream.decode.tokens) == (len(token_ids()), NUM_MADE)
 

@@ -284,9 +284,9 @@ def test_a_budget_has_the_bytes_of_codes(demo_pack: PackMaker) -> None:
             least.append(least_budget(opened.layout, context, 0, sequences))
             options = EngineOptions(budget_bytes=least[-1], kv_dtype=dtype)
             with case(dtype), Engine(opened, options, context, sequences=Sequences(3)) as engine:
-                assert engine.plan is not None and engine.plan.cache == 3 * rows * row_bytes
+                assert engine.plan is not None and engine.plan.fixed.cache == 3 * rows * row_bytes
                 assert isinstance(engine.decoder, Decoder)
-                assert sum(each.num_bytes for each in engine.decoder.sequences) == engine.plan.cache
+                assert sum(each.num_bytes for each in engine.decoder.sequences) == engine.plan.fixed.cache
                 assert least[0] - least[-1] == 3 * rows * (128 - row_bytes)
                 engine.decoder.next_logits([1, 2, 3])
             with case(dtype), pytest.raises(RunError, match="is too little"):

@@ -112,7 +112,7 @@ def test_an_offloaded_batch_reads_an_expert_once_for_all(demo_pack: PackMaker, t
             with Engine(pack, EngineOptions(budget_bytes=budget), CONTEXT, sequences=sequences) as engine:
                 assert isinstance(engine.decoder, Decoder) and engine.offloaded is not None and engine.plan is not None
                 found = together(engine.decoder, all_texts)
-                assert engine.plan.cache == sum(each.num_bytes for each in engine.decoder.sequences)
+                assert engine.plan.fixed.cache == sum(each.num_bytes for each in engine.decoder.sequences)
                 decode, chunk = engine.offloaded.decode, engine.decoder.chunk_tokens
             assert decode.tokens >= len(all_texts) * NUM_STEPS  # a prompt may end with a pass of one token
             assert decode.needed < decode.tokens * pack.spec.router.num_experts_per_tok * len(pack.layout.experts)

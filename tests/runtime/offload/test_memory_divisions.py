@@ -35,7 +35,7 @@ def layout_of(name: str) -> PackLayout:
 def cpu(made: PackLayout, budget: int) -> tuple[int, ...]:
     plan = divide_budget(made, budget, 4096, 8 * MIB)
     sizes = (plan.page_bytes, plan.head_bytes, plan.num_pages)
-    return (plan.dense, plan.cache, plan.workspace, *sizes, plan.chunk_tokens, plan.left)
+    return (plan.fixed.dense, plan.fixed.cache, plan.fixed.workspace, *sizes, plan.chunk_tokens, plan.left)
 
 
 def planned_gpu(made: PackLayout, budget: int) -> tuple[int, ...]:
