@@ -21,8 +21,6 @@ from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime.engine.options import MAX_SEED, AskedSampling, usual_sampling
 
 if TYPE_CHECKING:
-    from moe_pack.formats import Pack
-    from moe_pack.runtime import Engine, Sampler, Text
     from moe_pack.runtime.generate import Clock
     from moe_pack.runtime.offload import Sequences
 
@@ -57,7 +55,6 @@ def show_bench(
     as_json: bool, times: runtime.BenchTimes, is_synthetic: bool, facts: runtime.RunReport, seed: int
 ) -> None:
     """Prints the result of `--bench` on standard output."""
-    from moe_pack.runtime import report_lines
 
     peak = peak_resident_bytes()
     if as_json:
@@ -84,7 +81,7 @@ def show_bench(
         *([("pack", cli.NOISE)] if is_synthetic else []),
         ("prefill", f"{times.num_prompt_tokens} tokens, {times.prefill_rate:.1f} tokens/s"),
         ("decode", decode),
-        *report_lines(facts),
+        *runtime.report_lines(facts),
         *([] if peak is None else [("resident", f"{formats.size_text(peak)} at most, including mapped files")]),
         ("seed", str(seed)),
     ]
@@ -224,20 +221,18 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
         _continue(pack, options, words)
 
 
-def _sampling(pack: Pack, options: RunOptions) -> runtime.SamplingOptions:
+def _sampling(pack: formats.Pack, options: RunOptions) -> runtime.SamplingOptions:
     return replace(options.sampling.over(usual_sampling(pack)), seed=options.seed)
 
 
 def _continue(folder: Path, options: RunOptions, words: str) -> None:
     """Continues the prompt on standard output, and reports."""
-    from moe_pack.formats import Pack
-    from moe_pack.runtime import Sampler, Text
     from moe_pack.runtime.generate import Clock, generate
 
     with ExitStack() as stack:
-        pack = stack.enter_context(Pack(folder))
-        sampler = Sampler(_sampling(pack, options))
-        text = Text(pack)
+        pack = stack.enter_context(formats.Pack(folder))
+        sampler = runtime.Sampler(_sampling(pack, options))
+        text = runtime.Text(pack)
         prompt_ids = _encoded(pack, text, words, options.chat)
         end_ids = text.answer_end_ids if options.chat else text.end_ids
         context = _context_for(pack, options, len(prompt_ids))
@@ -263,34 +258,30 @@ def _continue(folder: Path, options: RunOptions, words: str) -> None:
 
 def _bench(folder: Path, options: RunOptions) -> None:
     """Measures and prints the speed on random tokens."""
-    from moe_pack.formats import Pack
-    from moe_pack.runtime import Sampler, measure, random_prompt, report
 
     with ExitStack() as stack:
-        pack = stack.enter_context(Pack(folder))
-        sampler = Sampler(_sampling(pack, options))
+        pack = stack.enter_context(formats.Pack(folder))
+        sampler = runtime.Sampler(_sampling(pack, options))
         spec, number = pack.spec, options.bench.prompt_tokens or 128
-        prompt_ids = random_prompt(number, spec.vocab_size, spec.max_position_embeddings, sampler.seed)
+        prompt_ids = runtime.random_prompt(number, spec.vocab_size, spec.max_position_embeddings, sampler.seed)
         context = _context_for(pack, options, number)
         chosen = options.engine
         if chosen.draft == "auto":  # random tokens say nothing about drafts
             chosen = replace(chosen, draft="off")
         engine = stack.enter_context(_engine_on_device(pack, chosen, context))
-        times = measure(engine.decoder, prompt_ids, sampler, options.num_tokens, engine.drafts)
-        show_bench(options.bench.as_json, times, pack.is_synthetic, report(engine), sampler.seed)
+        times = runtime.measure(engine.decoder, prompt_ids, sampler, options.num_tokens, engine.drafts)
+        show_bench(options.bench.as_json, times, pack.is_synthetic, runtime.report(engine), sampler.seed)
 
 
 def _converse(folder: Path, options: RunOptions) -> None:
     """Holds a conversation on the terminal, and reports."""
-    from moe_pack.formats import Pack
-    from moe_pack.runtime import Text, report, report_lines
     from moe_pack.runtime.cli.chat import ChatOptions, converse
     from moe_pack.runtime.model import Decoder
 
     click.echo(f"loading {folder.resolve().name}", err=True)
     with ExitStack() as stack:
-        pack = stack.enter_context(Pack(folder))
-        text = Text(pack)
+        pack = stack.enter_context(formats.Pack(folder))
+        text = runtime.Text(pack)
         if not options.chat and (pack.spec.encoder is not None or text.chat_template is None):
             raise formats.RunError("this pack has no chat template; give the text to continue with --prompt")
         _chat_prompt(pack, "Hello")  # a pack that cannot chat is refused before its weights are read
@@ -303,17 +294,16 @@ def _converse(folder: Path, options: RunOptions) -> None:
             converse(folder.resolve().name, text, engine.decoder, chosen, engine.drafts)
         finally:
             if options.stats:
-                _show(report_lines(report(engine)))
+                _show(runtime.report_lines(runtime.report(engine)))
 
 
-def _context_for(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> int:
-    from moe_pack.runtime import context_for
-
+def _context_for(pack: formats.Pack, options: RunOptions, num_prompt_tokens: int) -> int:
     spec = pack.spec
-    return context_for(num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None)
+    has_encoder = spec.encoder is not None
+    return runtime.context_for(num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, has_encoder)
 
 
-def asked_context(pack: Pack, asked: int | None) -> int:
+def asked_context(pack: formats.Pack, asked: int | None) -> int:
     """Returns the context of `--context`, or the usual one. Raises: RunError if the model has fewer positions."""
     from moe_pack.runtime.generate import USUAL_CONTEXT
 
@@ -325,12 +315,12 @@ def asked_context(pack: Pack, asked: int | None) -> int:
 
 
 def _engine_on_device(
-    pack: Pack,
+    pack: formats.Pack,
     options: runtime.EngineOptions,
     context_tokens: int,
     checkpoints: int = 0,
     context_option: str = "--max-tokens",
-) -> Engine:
+) -> runtime.Engine:
     """Builds the engine of one sequence, which has so many checkpoints; on a GPU none."""
     from moe_pack.runtime.engine.engine import choose_device
     from moe_pack.runtime.offload import Sequences
@@ -344,61 +334,57 @@ def _engine_on_device(
 
 
 def open_engine(
-    pack: Pack,
+    pack: formats.Pack,
     options: runtime.EngineOptions,
     context_tokens: int,
     sequences: Sequences,
     context_option: str,
     keeps_facts: bool,
-) -> Engine:
+) -> runtime.Engine:
     """Builds an engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels.
 
     Args:    context_option: the option that sets the context.   keeps_facts: whether a measurement of the disk is
              saved.
     """
-    from moe_pack.runtime import Engine
     from moe_pack.runtime.offload.budgets import named_budget
 
     chosen = replace(options, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
     with named_budget("--budget", context_option), cli.TerminalProgress() as progress:
 
         def measured() -> runtime.MachineFacts:
-            from moe_pack.runtime import measure_disk
 
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
-            facts = measure_disk(pack.folder, progress)
+            facts = runtime.measure_disk(pack.folder, progress)
             if keeps_facts:
                 with suppress(formats.RunError):  # a run does not need the file
                     runtime.save_facts(facts, cli.cache_folder(), pack.folder)
             return facts
 
-        return Engine(pack, chosen, context_tokens, progress, None, measured, sequences)
+        return runtime.Engine(pack, chosen, context_tokens, progress, None, measured, sequences)
 
 
-def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:
+def _encoded(pack: formats.Pack, text: runtime.Text, words: str, chat: bool) -> list[int]:
     prompt_ids = text.encode(_chat_prompt(pack, words) if chat else words, special_tokens=not chat)
     if not prompt_ids:
         raise formats.RunError("--prompt: the tokenizer finds no token in it; give another text")
     return prompt_ids
 
 
-def _chat_prompt(pack: Pack, words: str) -> str:
+def _chat_prompt(pack: formats.Pack, words: str) -> str:
     """Returns the prompt of a message. Raises: RunError if the model cannot chat."""
-    from moe_pack.runtime import chat_prompt
 
     if pack.spec.encoder is not None:
         raise formats.RunError("--chat does not support models with an encoder; remove it")
-    return chat_prompt(pack, words)
+    return runtime.chat_prompt(pack, words)
 
 
-def _report(sampler: Sampler, engine: Engine, clock: Clock, num_prompt_tokens: int) -> None:
-    from moe_pack.runtime import report, report_lines
+def _report(sampler: runtime.Sampler, engine: runtime.Engine, clock: Clock, num_prompt_tokens: int) -> None:
     from moe_pack.runtime.generate import rate_text
 
     lines = [
         ("prompt", f"{num_prompt_tokens} tokens, {rate_text(num_prompt_tokens, clock.prefill_s)}"),
         ("generated", f"{clock.num_tokens} tokens, {rate_text(clock.num_tokens - 1, clock.decode_s)}"),
-        *report_lines(report(engine)),
+        *runtime.report_lines(runtime.report(engine)),
         ("seed", str(sampler.seed) if sampler.temperature else "none: greedy"),
     ]
     _show(lines)

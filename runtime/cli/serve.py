@@ -30,8 +30,6 @@ from moe_pack.runtime.engine.options import AskedSampling, usual_sampling
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from moe_pack.formats import Pack
-    from moe_pack.runtime import Text
     from moe_pack.runtime.offload import Sequences
     from moe_pack.runtime.serve.http.app import ServeOptions
     from moe_pack.runtime.serve.scheduler import BatchScheduler
@@ -303,8 +301,6 @@ class _Server:
 
     def _make_service(self) -> Service:
         """Opens pack, engine and scheduler, which `_opened` closes."""
-        from moe_pack.formats import Pack
-        from moe_pack.runtime import Text
         from moe_pack.runtime.cli.main import asked_context, open_engine
         from moe_pack.runtime.model import Decoder
         from moe_pack.runtime.serve.http.live import engine_router, live_counts
@@ -312,10 +308,10 @@ class _Server:
         from moe_pack.runtime.serve.sessions import SessionOwner, SessionStore
 
         options, opened = self._options, self._opened
-        pack = opened.enter_context(Pack(self._folder))
+        pack = opened.enter_context(formats.Pack(self._folder))
         if pack.spec.encoder is not None:
             raise formats.RunError("moe-serve does not support models with an encoder; use moe-run")
-        text = Text(pack)
+        text = runtime.Text(pack)
         context = asked_context(pack, options.context)
         on_device, device_line = self._on_device(pack, context)
         sequences = self._sequences(pack, context, on_device)
@@ -342,7 +338,7 @@ class _Server:
         self._app.include_router(engine_router(live, engine, scheduler, service.model_id))
         return service
 
-    def _on_device(self, pack: Pack, context: int) -> tuple[runtime.EngineOptions, str | None]:
+    def _on_device(self, pack: formats.Pack, context: int) -> tuple[runtime.EngineOptions, str | None]:
         """Returns the engine's options with a device in place of `auto`, and the line that names it.
 
         Raises:  RunError if an option of the server does not go with the device.
@@ -358,7 +354,7 @@ class _Server:
             raise formats.RunError(f"{needs_cpu}: with --device cuda {does}; remove {needs_cpu}")
         return on_device, line
 
-    def _sequences(self, pack: Pack, context: int, engine: runtime.EngineOptions) -> Sequences:
+    def _sequences(self, pack: formats.Pack, context: int, engine: runtime.EngineOptions) -> Sequences:
         from moe_pack.runtime.offload import Sequences
         from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes, most_chunk_tokens
 
@@ -378,7 +374,11 @@ class _Server:
 
 
 def _service_of(
-    pack: Pack, text: Text, scheduler: BatchScheduler, options: ServeCommand, sampling: runtime.SamplingOptions
+    pack: formats.Pack,
+    text: runtime.Text,
+    scheduler: BatchScheduler,
+    options: ServeCommand,
+    sampling: runtime.SamplingOptions,
 ) -> Service:
     from moe_pack.runtime.serve.grammars import GrammarCompiler
     from moe_pack.runtime.serve.parsers import parser_for
