@@ -15,7 +15,7 @@ from moe_pack.runtime import drafts, model, offload
 from moe_pack.runtime.cpu import is_available, reads
 from moe_pack.runtime.engine import built, machine, mapped
 from moe_pack.runtime.engine.drafting import DraftChoice
-from moe_pack.runtime.offload import budgets, record
+from moe_pack.runtime.offload import budgets
 from moe_pack.runtime.offload.prefetch import make_prediction
 from moe_pack.runtime.offload.presets import PredictionName
 
@@ -74,6 +74,8 @@ def offload_experts(
     trace = stack.enter_context(offload.Trace(options.trace)) if options.trace else None
     recorder = None
     if options.record is not None:
+        from moe_pack.runtime.offload import record  # most runs record nothing
+
         record.check_writable(options.record)
         root, context = pack.manifest.root, setup.context_tokens
         recorder = offload.Recorder(facts, root, preset.name, budget_bytes, context, keeps_scores=True)

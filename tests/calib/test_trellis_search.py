@@ -19,7 +19,6 @@ from moe_pack.formats.pack.codecs import (
     trellis_columns,
     trellis_hashes,
     trellis_levels,
-    trellis_unit,
 )
 from moe_pack.formats.pack.plans import QUANTIZERS, TRELLIS_WIDTHS
 from moe_pack.runtime import cpu
@@ -289,7 +288,7 @@ def stored(part: PartFormat, weights: Tensor, quantizer: Quantizer = "nearest") 
 def plain_scales(part: PartFormat, weights: Tensor) -> Tensor:
     """Scales of each group's own root mean square: [rows, groups]."""
     groups = weights.view(len(weights), part.num_groups(weights.shape[1]), -1)
-    return groups.square().mean(dim=2).sqrt() * trellis_unit(part.width)
+    return groups.square().mean(dim=2).sqrt() * TRELLIS_UNITS[part.width]
 
 
 def error(weights: Tensor, decoded: Tensor) -> float:

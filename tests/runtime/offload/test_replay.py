@@ -422,9 +422,7 @@ def test_what_no_run_gives_is_refused(tmp_path: Path) -> None:
         with case(change, message):
             arrays = arrays_of(small(), case_folder / "r")
             change(arrays)
-            raw = assemble(
-                (name, NAMES[a.dtype.str.replace("|", "<")], a.shape, a.tobytes()) for name, a in arrays.items()
-            )
+            raw = assemble((name, NAMES[a.dtype.str.replace("|", "<")], a) for name, a in arrays.items())
             (case_folder / "r").write_bytes(raw)
             with pytest.raises(RunError, match=message) as caught:
                 read_recording(case_folder / "r")
