@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files of the slow suite that take longest: they begin first, or one worker ends with them while others do nothing.
-LONGEST_FIRST = ("test_foreign_keys.py", "test_families.py", "test_gpu_runs.py", "test_hybrid_models.py",
+LONGEST_FIRST = ("test_foreign_keys.py", "test_families.py", "test_runs.py", "test_hybrid_models.py",
                  "test_wheel.py", "test_compiled.py", "test_fuzz.py", "test_conversion_memory.py",
                  "test_target_kills.py", "test_gpu_check.py")  # fmt: skip
 
