@@ -11,6 +11,7 @@ from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, Entering,
 from moe_pack.runtime.model import TORCH
 from moe_pack.runtime.model.caches import LayerCache, RowStorage
 from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.softmax import View
 
 Cache = tuple[Tensor, Tensor]
 
@@ -85,6 +86,6 @@ class AttendingToken:
         keys, values = (each.clone() for each in cached or self.cache)
         cache = LayerCache(keys, values, self.shape.position, storage=None if rows is None else (rows, rows))
         angles = (self.angles[0][-1:], self.angles[1][-1:])
-        given = ((q[None], k[None], v[None]), norms, angles, self.shape.interleaved, cache, self.spec)
-        y = TORCH.attend(*given, self.spec.sliding_window, self.sinks)
+        view = View(cache, self.spec, self.spec.sliding_window, self.sinks)
+        y = TORCH.attend((q[None], k[None], v[None]), norms, angles, self.shape.interleaved, view)
         return y.view(self.spec.num_heads, -1), (cache.keys, cache.values)
