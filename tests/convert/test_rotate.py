@@ -29,6 +29,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.formats.pack.plans import FP8
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 
 D, F = 192, 70
@@ -131,6 +132,26 @@ def test_another_rotation_is_another_conversion(checkpoint: Checkpoint, tmp_path
         with Pack(tmp_path / str(number)) as pack:
             identities.add(pack.manifest.conversion)
     assert len(identities) == 3
+
+
+def test_a_stopped_conversion_with_rotated_layers_goes_on_to_the_same_bytes(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    plan, prepared = plan_of(checkpoint), Preparation(rotation=vectors_of(checkpoint, 0))
+    convert(checkpoint, plan, tmp_path / "whole", 2, prepared=prepared)
+    written: list[str] = []
+
+    def stops(step: Step) -> None:
+        if step.action == "write":
+            written.append(step.path)
+        if written.count("experts-001.safetensors") == 3:  # its header and an expert are there
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        convert(checkpoint, plan, tmp_path / "p", 1, on_step=stops, prepared=prepared)
+    result = convert(checkpoint, plan, tmp_path / "p", 1, prepared=prepared)
+    assert result.written and result.resumed_bytes > 0
+    assert different_files(files_in(tmp_path / "p"), files_in(tmp_path / "whole")) == []
 
 
 def test_experts_are_copied_from_an_earlier_pack_only_from_the_same_coordinates(

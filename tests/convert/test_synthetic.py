@@ -24,6 +24,7 @@ from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.layouts import check_rows, row_layout
 from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import Step
 from moe_pack.formats.parts import ParallelResidualSpec
 from moe_pack.runtime.model import TORCH, Decoder, PackWeights, open_weights, operations_for
 from moe_pack.runtime.model.pack_weights import table_values
@@ -277,6 +278,24 @@ def test_no_two_experts_are_alike(tmp_path: Path) -> None:
     with formats.Pack(made(small(), tmp_path / "pack")) as pack:
         digests = pack.index.sha256.reshape(-1, 32)
         assert len(np.unique(digests, axis=0)) == len(digests) == 48
+
+
+def test_one_that_was_stopped_anywhere_is_no_pack_and_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    spec = small(num_layers=1, num_experts=2, hidden_size=64)
+    like, steps = character(spec), list[Step]()
+    synthesize(spec, plan_for(spec), like, tmp_path / "whole", 1, on_step=steps.append)
+    for stop in range(5, len(steps) - 6, 15):
+
+        def stops(step: Step, stop: int = stop) -> None:
+            if step.number > stop:
+                raise InterruptedError
+
+        out = tmp_path / str(stop)
+        with pytest.raises(InterruptedError):
+            synthesize(spec, plan_for(spec), like, out, 1, on_step=stops)
+        assert not (out / "manifest.json").exists()
+        assert synthesize(spec, plan_for(spec), like, out, 1).written
+        assert folder_bytes(out) == folder_bytes(tmp_path / "whole"), stop
 
 
 def test_a_folder_with_another_pack_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from benchlib.routes import ModelRoutes, NeuronRows, popularity_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import case
-from support.evictions import LFU
+from support.evictions import FIFO, LFU
 from support.residencies import Steps, dropped, facts_of, fetched, hits, random_steps, resident, walk_all
 from support.routings import random_routes
 
@@ -186,6 +186,13 @@ def lfu_victim(step: int, steps: Steps, held: set[ExpertKey]) -> ExpertKey:
     return min(held, key=lambda key: (uses[key], last_use(step, steps, key)))
 
 
+def fifo_victim(step: int, steps: Steps, held: set[ExpertKey], room: int = 6) -> ExpertKey:
+    queue: list[ExpertKey] = []
+    for key in keys_of(steps[:step]):
+        queue = queue if key in queue else [*queue, key][-room:]
+    return queue[0]
+
+
 def edgemoe_victim(step: int, steps: Steps, held: set[ExpertKey]) -> ExpertKey:
     uses, current = Counter(keys_of(steps[: step + 1])), steps[step][0]
     ahead = {key: (key.layer_idx - current - 1) % SHAPE[0] + 1 for key in held}  # layers from now to its own
@@ -210,6 +217,7 @@ def test_a_policy_drops_what_its_slow_twin_drops() -> None:
         (LRU, lru_victim),
         (LayerLRU, layer_lru_victim),
         (LFU, lfu_victim),
+        (FIFO, fifo_victim),
         (EdgeMoE, edgemoe_victim),
         (partial(Importance, num_passes=4), importance_victim),
     ]:

@@ -228,6 +228,12 @@ def test_a_conversation_that_the_server_would_keep_is_sent_whole_by_the_client()
             assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
+def test_no_block_has_a_key_without_a_value(client: anthropic.Anthropic) -> None:
+    """@ai-sdk/anthropic refuses a text block whose citations are null."""
+    raw = client.messages.with_raw_response.create(model="demo-moe", max_tokens=9, messages=HELLO)
+    assert raw.http_response.json()["content"] == [{"type": "text", "text": "Hello the"}]
+
+
 def test_messages_parse_gives_what_the_class_says() -> None:
     class City(BaseModel):
         name: str
