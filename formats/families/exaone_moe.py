@@ -3,6 +3,8 @@
 Source: transformers, models/exaone_moe; LG AI Research (2026).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.parts import GroupedQuerySpec
@@ -39,8 +41,10 @@ def _read_attention(config: family.Config) -> GroupedQuerySpec:
         step = config.whole("sliding_window_pattern")
         kinds = tuple("sliding_attention" if (i + 1) % step else "" for i in range(config.num_layers()))
     config.ignore("sliding_window_pattern")
-    windowed = readers.layers_of(kinds, "sliding_attention")
-    return readers.with_window(config, attention, config.whole("sliding_window"), windowed)
+    windowed, window = readers.layers_of(kinds, "sliding_attention"), config.whole("sliding_window")
+    if not windowed:  # no layer rotates, which a spec cannot say: refused
+        return replace(attention, sliding_window=window, windowed_layers=(), rotated_layers=())
+    return readers.with_window(config, attention, window, windowed)
 
 
 EXAONE_MOE = family.Family(

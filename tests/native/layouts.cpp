@@ -4,7 +4,6 @@
 #include <array>
 #include <climits>
 #include <cstring>
-#include <tuple>
 
 #include "cases.h"
 
@@ -188,8 +187,7 @@ namespace {
 
 // The codecs that keep what sources hold have one format each.
 void check_sources() {
-    for (const auto& [codec, width, group, scale_bits] :
-         {std::tuple(4, 8, 128, 32), std::tuple(5, 8, 0, 8), std::tuple(6, 4, 32, 8)}) {
+    for (const auto& [codec, width, group, scale_bits] : kSources) {
         std::vector<int32_t> rows = {kMaxCols, INT_MAX, (int)codec, width, group, scale_bits, 1000, 7, 1, 2};
         RowsLayout made;
         require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows of a source");
