@@ -52,7 +52,7 @@ class PlanningModel:
         formats, quantized = self.losses.of(plan.quantizer)
         numbers = {part: number for number, part in enumerate(formats)}
         # Formats that keep the source's codes lose nothing, like bfloat16.
-        numbers |= dict.fromkeys((plans.FP8, plans.E5M2, plans.MXFP4), numbers[plans.BF16])
+        numbers |= dict.fromkeys(plans.KEPT, numbers[plans.BF16])
         kinds = {expert for layer in plan.experts for expert in layer}  # few, even for thousands of experts
         if any(part is not None and part not in numbers for kind in kinds for part in (kind.gate, kind.up, kind.down)):
             return float("nan")

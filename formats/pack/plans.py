@@ -113,6 +113,7 @@ def _one_format(codec: Codec) -> PartFormat:
 
 BF16, FP8 = _one_format("bf16"), _one_format("fp8")
 E5M2, MXFP4 = _one_format("e5m2"), _one_format("mxfp4")
+KEPT = tuple(_one_format(codec) for codec in CODECS if _one_format(codec).keeps_source)  # with a source's codes
 
 
 def format_fault(part: PartFormat, num_cols: int) -> str | None:

@@ -74,9 +74,7 @@ def offload_experts(
     trace = stack.enter_context(offload.Trace(options.trace)) if options.trace else None
     recorder = None
     if options.record is not None:
-        from moe_pack.runtime.offload import record  # most runs record nothing
-
-        record.check_writable(options.record)
+        offload.check_writable(options.record)
         root, context = pack.manifest.root, setup.context_tokens
         recorder = offload.Recorder(facts, root, preset.name, budget_bytes, context, keeps_scores=True)
         expert_cache = offload.recorded_expert_cache_for(preset, facts, recorder)

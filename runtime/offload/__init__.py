@@ -30,7 +30,14 @@ if TYPE_CHECKING:
         PolicyName,
         Preset,
     )
-    from moe_pack.runtime.offload.record import Passes, Recorder, Recording, read_recording, recorded_expert_cache_for
+    from moe_pack.runtime.offload.record import (
+        Passes,
+        Recorder,
+        Recording,
+        check_writable,
+        read_recording,
+        recorded_expert_cache_for,
+    )
     from moe_pack.runtime.offload.replay import auto_policy
     from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, Predictor, Routing
 else:

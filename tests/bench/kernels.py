@@ -43,7 +43,7 @@ from moe_pack.formats import (
     trellis_format,
 )
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_text
+from moe_pack.formats.pack.plans import KEPT, format_text
 from moe_pack.runtime.cpu import (
     ExpertRows,
     ExpertWork,
@@ -61,7 +61,7 @@ InstructionSet = Literal["avx512vbmi", "avx512", "avx2", "portable"]
 _INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
 _GROUP = 64
 _KIND: Selector = "up"
-_SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}
+_SOURCES: dict[str, PartFormat] = {part.codec: part for part in KEPT}
 _SPARSITIES = (0.0, 0.5, 0.8, 0.9)
 _READ_BYTES = 1 << 29
 _COPIES_BYTES = 1 << 29  # of an expert: more than any cache holds

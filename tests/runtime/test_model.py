@@ -29,7 +29,7 @@ def tight_budget(folder: Path) -> int:
         roomy = divide_budget(pack.layout, 1 << 30, CONTEXT, 0)
         page = roomy.page_bytes + roomy.head_bytes
         assert roomy.num_pages == 32, "a page an expert"
-        return roomy.dense + roomy.cache + roomy.workspace + 5 * page
+        return roomy.fixed.num_bytes + 5 * page
 
 
 def written(folder: Path, *options: str) -> str:

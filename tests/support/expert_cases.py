@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import BF16, LimitedFunction, PartFormat, Selector, part_format, trellis_format
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.plans import KEPT, TRELLIS_WIDTHS
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.model import Activations, NeuronBlock, activations, run_expert
 from support.combinations import Combination
@@ -23,12 +23,12 @@ from support.random_experts import (
 
 ROW_CODECS = [BF16, *(part_format(w, g, s) for w in (1, 2, 3, 4, 8) for g in (0, 16, 32, 64, 128) for s in (16, 8))]
 ROW_CODECS += [trellis_format(w, g, s) for w in TRELLIS_WIDTHS for g in (0, 16, 32, 64, 128) for s in (16, 8)]
-ROW_CODECS += [FP8, E5M2, MXFP4]
+ROW_CODECS += KEPT
 COLUMNS = (64, 192, 320, 640, 1088)
 
 
 TRELLISES = {f"trellis {width}": width for width in TRELLIS_WIDTHS}
-SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}  # each in its one format
+SOURCES: dict[str, PartFormat] = {part.codec: part for part in KEPT}  # each in its one format
 LIMITED = (LimitedFunction("clipped_silu", 0.2), LimitedFunction("capped_silu", 0.1))  # where many neurons reach them
 CODECS = (1, 2, 3, 4, 8, 16, *SOURCES, *TRELLISES)
 CHOICES: dict[str, tuple[object, ...]] = {

@@ -11,10 +11,10 @@ from moe_pack.formats import (
     trellis_format,
 )
 from moe_pack.formats.pack.layouts import expert_layout
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.plans import E5M2, KEPT, MXFP4, TRELLIS_WIDTHS
 
 Name = int | str
-CODECS = {"fp8": FP8, "mxfp4": MXFP4, "e5m2": E5M2}
+CODECS: dict[str, PartFormat] = {part.codec: part for part in KEPT}
 TRELLISES = tuple(f"t{width}" for width in TRELLIS_WIDTHS)
 
 

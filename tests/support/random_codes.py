@@ -7,9 +7,9 @@ from torch import Tensor
 from moe_pack.formats import PartFormat, RowLayout, trellis_format
 from moe_pack.formats.pack.codecs import pack_codes
 from moe_pack.formats.pack.layouts import row_layout, write_rows
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.plans import E5M2, FP8, KEPT
 
-NUMBERS = (FP8, E5M2, MXFP4)
+NUMBERS = KEPT
 
 
 def edge_rows(stored: PartFormat) -> tuple[RowLayout, Tensor]:

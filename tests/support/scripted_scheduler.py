@@ -277,6 +277,6 @@ def scripted_service(
     """Returns a service of a model that says what the scheduler's scripts say."""
     played: Any = scheduler
     characters: Any = Characters()
-    written = (template or LinesTemplate()) if has_template else None
+    written: Any = (template or LinesTemplate()) if has_template else None
     grammars = grammars or NamedGrammars()
     return Service(replace(FACTS, **facts), played, characters, written, lambda *_: BracketParser(), grammars)

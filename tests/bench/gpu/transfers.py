@@ -33,7 +33,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.formats.pack.layouts import row_layout as layout_of_rows
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.plans import KEPT, TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import Kernels, extent_rows, open_kernels
 from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
 from moe_pack.runtime.gpu.devices import LINE_BYTES, HostCalls
@@ -44,7 +44,7 @@ from moe_pack.runtime.gpu.kernels.tables import HERE, HostRows, LayerTables, Run
 
 _GROUP = 64
 Stored = int | str  # bits of codes in groups of 64; `t4`: a trellis of that width; or a codec that keeps a source
-_NAMED: dict[str, PartFormat] = {part.codec: part for part in (FP8, E5M2, MXFP4)}
+_NAMED: dict[str, PartFormat] = {part.codec: part for part in KEPT}
 _NAMED |= {f"t{width}": trellis_format(width, _GROUP) for width in TRELLIS_WIDTHS}
 
 

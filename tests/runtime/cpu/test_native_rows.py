@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, RowLayout, RunError, Selector, part_format, trellis_format
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_text
+from moe_pack.formats.pack.plans import KEPT, format_text
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.cpu import CachedRows, ExpertWork, Kernels, num_cpus, open_kernels, row_numbers, stored_numbers
@@ -32,7 +32,7 @@ from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point]
 
 Bytes = NDArray[np.uint8]
-SOME_CODECS = [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0), FP8, E5M2, MXFP4]
+SOME_CODECS = [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0), *KEPT]
 SOME_CODECS += [trellis_format(5, 0), trellis_format(4, 16, 8), trellis_format(8, 64)]
 MEBIBYTE = 1 << 20
 
