@@ -457,13 +457,14 @@ def convert(
             target = replace(target, preset=preset)
         if max_loss is not None:
             target = replace(target, limit=read_limit(max_loss))
+    except ValueError as fault:
+        raise formats.UsageError(f"convert: {fault}") from fault
+    try:
         if target == plan.Target(None):
             return make_pack(order, progress)
         if target.budget_bytes is None and target.preset is None:
             raise formats.UsageError("--max-loss needs --target-vram or --preset; add one of them or remove --max-loss")
         return make_pack_for_target(replace(order, target=target), progress)
-    except ValueError as fault:
-        raise formats.UsageError(f"convert: {fault}") from fault
     except errors.MoePackError as fault:
         fault.args = (_in_python(str(fault)),)
         raise

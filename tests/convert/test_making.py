@@ -209,3 +209,14 @@ def test_from_python_a_pack_is_made_as_by_the_command(tmp_path: Path) -> None:
     ):
         with case(fault), pytest.raises(UsageError, match=fault):
             making.convert(source, tmp_path / "none", **arguments)
+
+
+def test_from_python_a_fault_of_the_code_does_not_look_like_the_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("sizes differ")
+
+    monkeypatch.setattr(making, "make_pack", broken)
+    with pytest.raises(ValueError, match=r"^sizes differ$"):
+        making.convert("source", tmp_path / "none")
