@@ -448,3 +448,21 @@ def test_no_sentence_of_a_docstring_has_a_clause_in_place_of_its_subject() -> No
         if re.match(r"(What|Of|Where|Which|Whose|That)\b", sentence) and not sentence.endswith("?")
     ]
     assert not found, "\n".join(found)
+
+
+def test_files_that_code_and_pages_name_are_there() -> None:
+    """A file that is gone may be named with the commit that has it."""
+    pages = [path for room in (*ROOMS, "docs") for path in (ROOT / room).rglob("*.md")]
+    texts = [(source.path, source.text) for source in sources()]
+    texts += [(path, path.read_text("utf-8")) for path in (*pages, ROOT / "README.md", ROOT / "tests" / "README.md")]
+    gone = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path, text in texts
+        if path.parent.name
+        not in ("benchmarks", "configs")  # test_documentation.py reads the results; other projects' files
+        for match in re.finditer(r"\b(?:tests|formats|runtime|calib|convert)/[a-z0-9_/]+\.(?:py|h|cpp)\b", text)
+        if not any((folder / match[0]).exists() for folder in (ROOT, path.parent))
+        and "newmoe" not in match[0]  # the example of a family that is to be written
+        and not re.match(r"`?\s+of\s+commit\b", text[match.end() :])
+    ]
+    assert not gone, "\n".join(gone)

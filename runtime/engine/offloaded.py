@@ -20,7 +20,7 @@ from moe_pack.runtime.offload.prefetch import make_prediction
 from moe_pack.runtime.offload.presets import PredictionName
 
 # If a token's experts of a layer have fewer bytes, `auto` predicts nothing: predicting takes longer than reading. With
-# experts of 110 KB tokens took 7.5% longer (tests/bench/offloading.py overlap, the demo model; Intel Xeon, 2026-11-22).
+# experts of 110 KB tokens took 7.5% longer (benchmarks/overlap.py of commit f1fe26a; Intel Xeon, 2026-11-22).
 _LEAST_PREDICTED_BYTES = 1 << 20
 TOO_FEW_TO_TRUST = "--trust-experts changes nothing: fewer experts are predicted than a token uses"
 
