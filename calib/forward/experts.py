@@ -89,7 +89,7 @@ class ExpertActivity:
     hidden_squares: Tensor  # float64 [f]: the same of `h`, the inputs of down
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Returns the same as tensors; of each histogram the bins that have counts, and these."""
+        """Returns the activity as tensors: the used bins of the histograms, their counts, and the other fields."""
         bins = [histogram.counts.nonzero()[:, 0] for histogram in self.histograms]
         counts = [histogram.counts[used] for histogram, used in zip(self.histograms, bins, strict=True)]
         thresholds = torch.from_numpy(self.hot_thresholds)

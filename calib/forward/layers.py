@@ -375,7 +375,7 @@ class LayerStates:
         return Context(self.text(layer, number), self.chosen(layer, number), self.ids(number))
 
     def half_of(self, layer: int, x: Tensor, weights: model.Weights, context: Context) -> tuple[Tensor, Tensor]:
-        """Returns the same as `half`, for hidden states float32 [S, w]."""
+        """Returns `half` of other hidden states, float32 [S, w]."""
         x = self.attended(layer, x, weights, context)
         if not self.spec.has_second(layer):
             return x, torch.zeros_like(x)

@@ -66,7 +66,7 @@ def damping(weights: Tensor, num_columns: int) -> float:
 
 
 def damping_of(num_tokens: float, num_columns: int) -> float:
-    """Returns the same for a number of tokens above 0 that all weigh the same."""
+    """Returns the `damping` of a number of tokens, above 0, that all weigh the same."""
     return min(max(_DAMPING_OF_A_COLUMN * num_columns / num_tokens, USUAL_DAMPING), MOST_DAMPING)
 
 

@@ -232,7 +232,7 @@ def _whole(expert: formats.ExpertLayout, machine: machines.Machine, page_bytes: 
 def _by_rows(
     expert: formats.ExpertLayout, share: float, machine: machines.Machine, stays: bool, predicted: float
 ) -> Array:
-    """Returns the same for an expert whose selector is read first, then at each visit the missing rows that run.
+    """Returns the values of `FetchCosts` of an expert by rows: its selector first, then missing rows at each visit.
 
     Meaning: neurons run independently; n visits need 1 - (1 - share)^n of all rows.
     """

@@ -353,7 +353,7 @@ class ExpertNames:
     of_gguf: bool = False  # our reader of GGUF files calls them so; no checkpoint has one tensor for each
 
     def renamed(self, rename: Callable[[str], str]) -> "ExpertNames":
-        """Returns the same with other names of tensors."""
+        """Returns these names of experts with each tensor renamed."""
         matrices, biases, scales = (
             {matrix: rename(name) for matrix, name in names.items()}
             for names in (self.matrices, self.biases, self.scales)
@@ -403,7 +403,7 @@ _Names = TypeVar("_Names", TableNames, PredictionNames)
 
 
 def renamed(names: _Names, rename: Callable[[str], str]) -> _Names:
-    """Returns the same with other names of tensors, those that are there."""
+    """Returns these names with each tensor renamed; None stays None."""
     given = {each.name: getattr(names, each.name) for each in fields(names)}
     return replace(names, **{key: rename(name) for key, name in given.items() if name is not None})
 

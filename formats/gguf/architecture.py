@@ -179,7 +179,7 @@ def sigmoid_router(m: Metadata) -> Values:
 
 
 def local_experts(m: Metadata, count: str = "num_local_experts", size: str = "expert_feed_forward_length") -> Values:
-    """Returns the same in Mixtral's keys, by the metadata's key of their size."""
+    """Returns the number and the size of experts under Mixtral's keys; `size` is the metadata's key of their size."""
     values = {count: m.whole("expert_count"), "num_experts_per_tok": m.whole("expert_used_count")}
     return values | {"intermediate_size": m.whole(size)}
 

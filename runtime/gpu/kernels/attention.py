@@ -549,7 +549,7 @@ def _load_values(rows_ptr, c, mask, CODING: tl.constexpr):
 
 @triton.jit
 def _load_blocks(rows_ptr, is_row, begin, COLUMNS: tl.constexpr, CODING: tl.constexpr):
-    """Returns the same of `COLUMNS` columns from `begin` on, the first of a block, by blocks."""
+    """Returns `COLUMNS` columns of cached rows, by blocks; column `begin` is the first of a block."""
     ROWS: tl.constexpr = rows_ptr.shape[0]
     EACH: tl.constexpr = CODING.EACH
     block = begin // EACH + tl.arange(0, COLUMNS // EACH)

@@ -253,7 +253,7 @@ def dot_part(arena_ptr, units, live, codes, x, lookup_ptr, PART: tl.constexpr):
 
 @triton.jit
 def dot_loaded(codes, scales, x, lookup_ptr, PART: tl.constexpr):
-    """Returns the same as `dot_part`, with `scales` from `load_part_scales`."""
+    """Returns the result of `dot_part` from `scales` of `load_part_scales`."""
     scale, zero, high, bias = scales
     x_low, x_sums, x_high = x
     if has_scales(PART):
