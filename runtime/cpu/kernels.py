@@ -46,7 +46,7 @@ Numbers = NDArray[np.int32]
 MAX_ODD_FACTOR = 1023  # of a hidden size that is rotated: kMaxOdd in kernels.h
 _PART_NUMBERS = 8  # kPartNumbers in layout.h
 
-_DTYPES = {torch.bfloat16: 1, torch.float16: 7, torch.float32: 8}  # numbers of the native Codec, of packs up to 6
+_DTYPES = {torch.bfloat16: 1, torch.float16: 64, torch.float32: 65}  # numbers of the native Codec
 CACHE_KINDS = ("f32", "bf16", "q8", "q4")  # in the order of the native CacheKind
 _ROUTERS = {
     "softmax_topk": 0,

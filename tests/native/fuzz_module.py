@@ -28,7 +28,7 @@ import numpy as np
 ALLOWED = (ValueError, TypeError, BufferError, OverflowError, OSError)  # the last of descriptors that are none
 BLOCK, MAX_BYTES = 64, 1 << 20
 SELECTOR_ROW, RECORD = 1, 2
-BF16, AFFINE, FP8, E5M2, MXFP4, TRELLIS, F16, F32 = range(1, 9)  # codecs
+BF16, AFFINE, FP8, E5M2, MXFP4, TRELLIS, F16, F32 = *range(1, 7), 64, 65  # codecs
 SOURCES = ([FP8, 8, 128, 32], [E5M2, 8, 0, 8], [MXFP4, 4, 32, 8])  # codec, width, group, bits of a scale
 LIMITED = 5  # the first neuron function with a limit
 FEW_CASES = 2000  # in which some function may not have met right arguments

@@ -11,8 +11,8 @@
 
 namespace moe_pack {
 
-// The numbers of a pack's index (docs/pack.md, section 5), then plain values that no pack has.
-enum class Codec : int32_t { bf16 = 1, affine, fp8, e5m2, mxfp4, trellis, f16, f32 };
+// The numbers of a pack's index (docs/pack.md, section 5) up to `last`, and plain values that no pack has.
+enum class Codec : int32_t { bf16 = 1, affine, fp8, e5m2, mxfp4, trellis, last = trellis, f16 = 64, f32 };
 
 // The one format of a codec that keeps what a source holds.
 struct Source {

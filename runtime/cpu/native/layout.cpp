@@ -19,7 +19,8 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
     if (place < 0 || place > 2) return "a part is neither in selector nor in record";
     placed->place = (Place)place;
     if (placed->place == Place::none) return nullptr;
-    if (codec < (int32_t)Codec::bf16 || codec > (int32_t)Codec::f32) return "unknown codec";
+    const bool is_plain = codec == (int32_t)Codec::f16 || codec == (int32_t)Codec::f32;
+    if (!is_plain && (codec < (int32_t)Codec::bf16 || codec > (int32_t)Codec::last)) return "unknown codec";
     if (has_bias < 0 || has_bias > 1) return "a part has a bias or not";
     Part& part = placed->part;
     part.codec = (Codec)codec;

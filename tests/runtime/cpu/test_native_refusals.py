@@ -352,7 +352,7 @@ EXPERT_LAYOUTS: dict[str, list[dict[int, int]]] = {
     "layout: the limit does not go with the neuron function": [{FUNCTION: 5}, {FUNCTION: 6, LIMIT: -1}, {LIMIT: ONE}],
     UNFIT: [{SELECTOR_BYTES: 63}, *({DOWN + OFFSET: offset} for offset in (-1, 97, 2**31 - 1))],
     SCALES_UNFIT: [{RECORD_BYTES: 128}, *({DOWN + SCALES: offset} for offset in (-1, 153, 2**31 - 1))],
-    "layout: unknown codec": [{GATE + CODEC: 9}, {GATE + CODEC: 0}, {GATE + CODEC: -1}],
+    "layout: unknown codec": [{GATE + CODEC: codec} for codec in (-1, 0, 7, 63, 66)],
     "layout: unknown width": [{UP + WIDTH: 5}, {UP + WIDTH: 16}],
     "layout: unknown group": [{UP + GROUP: 48}, {UP + GROUP: -64}],
     "layout: unknown scale_bits": [{DOWN + SCALE_BITS: 4}],
