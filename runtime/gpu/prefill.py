@@ -1,8 +1,9 @@
 """A pack's weights on a GPU, and passes of many tokens: experts stream through memory while others run.
 
-Experts that are not resident as a whole are copied from host memory, in one piece each, into a ring (`ExpertStream`)
-that takes all of the dynamic memory. While a layer runs, the next one's experts follow, as far as the ring has space.
-Importing this needs Triton.
+Experts are decoded and multiplied a group at a time (`kernels.grouped`). Those that are not resident as a whole are
+copied from host memory into a ring (`ExpertStream`) that takes all of the dynamic memory, half of it at a time, so that
+the next ones come while these run. Copies are the copy engine's: a kernel that read host memory would take registers
+from the products. Where all experts are resident, no launch waits for the host. Importing this needs Triton.
 """
 
 from collections import deque
@@ -18,9 +19,9 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.layouts import DenseLayout
 from moe_pack.runtime import model
-from moe_pack.runtime.gpu import devices
+from moe_pack.runtime.gpu import devices, slicing
 from moe_pack.runtime.gpu.cpu_share import PromptShare
-from moe_pack.runtime.gpu.kernels import grouped
+from moe_pack.runtime.gpu.kernels import grouped, halves
 from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
 from moe_pack.runtime.gpu.weights import DeviceMatrix, ExpertMemory
 from moe_pack.runtime.model.compute.weights import from_experts, to_experts
@@ -47,6 +48,7 @@ class ExpertStream:
         self._ring = memory.arena[begin : begin + memory.placement.dynamic_bytes]
         self._entries = deque[_Coming]()
         self._end = 0
+        self.copied_bytes = 0  # since the start
 
     def begin_pass(self) -> None:
         """Takes all of the dynamic memory: what lies in it is overwritten after what was launched until now."""
@@ -71,22 +73,46 @@ class ExpertStream:
         """Returns an expert that is on its way or there."""
         return next((entry for entry in self._entries if entry.key == key and entry.done is None), None)
 
-    def request(self, key: ExpertKey) -> bool:
-        """Begins to copy an expert's missing rows; returns whether the ring has space."""
+    def request(self, keys: Sequence[ExpertKey]) -> int:
+        """Begins to copy missing rows of the first of these experts, as many as the ring has space for.
+
+        They take half of the ring at most, or one expert's space.
+        Returns: how many experts these are.
+        """
         assert self._host is not None, "experts are in host memory"
-        layout = self._pack.layout.experts[key.layer_idx][key.expert]
-        start, stop = self.missing(key)
-        size = -(-(stop - start) // devices.LINE_BYTES) * devices.LINE_BYTES
-        begin = self._end if self._end + size <= len(self._ring) else 0
-        marks = self._overwritten(begin, begin + size)
-        if marks is None:
-            return False
-        source = self._host.extent(key.layer_idx, key.expert, layout.num_bytes)[start:stop]
-        to = self._ring[begin : begin + stop - start]
-        copied = self._queues.beside(lambda: to.copy_(source, non_blocking=True), marks)
-        self._entries.append(_Coming(key, begin, begin + size, copied))
-        self._end = begin + size
-        return True
+        entries, after, copies = list[_Coming](), list[devices.Mark](), list[tuple[Tensor, Tensor]]()
+        for key in keys:
+            start, stop = self.missing(key)
+            size = -(-(stop - start) // devices.LINE_BYTES) * devices.LINE_BYTES
+            if entries and sum(len(to) for to, _ in copies) + size > len(self._ring) // 2:
+                break
+            begin = self._end if self._end + size <= len(self._ring) else 0
+            is_own = any(entry.begin < begin + size and begin < entry.end for entry in entries)
+            marks = None if is_own else self._overwritten(begin, begin + size)
+            if marks is None:
+                break
+            extent = self._host.extent(*key, self._pack.layout.experts[key.layer_idx][key.expert].num_bytes)
+            copies.append((self._ring[begin : begin + stop - start], extent[start:stop]))
+            entries.append(_Coming(key, begin, begin + size, devices.Mark(None)))
+            after += marks
+            self._end = begin + size
+
+        def copy() -> None:
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+
+        if entries:
+            copied = self._queues.beside(copy, after)
+            for entry in entries:
+                entry.copied = copied
+            self._entries += entries
+            self.copied_bytes += sum(len(to) for to, _ in copies)
+        return len(entries)
+
+    def num_together(self, keys: Sequence[ExpertKey]) -> int:
+        """Returns how many of the first of these experts come with the first one."""
+        marks = [entry.copied for key in keys if (entry := self.find(key))]
+        return sum(mark is marks[0] for mark in marks)
 
     def rows_at(self, entry: _Coming) -> tuple[int, int]:
         """Returns where selector row 0 and record 0 would lie, in units of 16 bytes, as far as they are in the ring."""
@@ -128,10 +154,9 @@ class ExpertStream:
 class GpuWeights(model.PackWeights, model.ExpertRunner):
     """The weights of an open pack on a device; memory of experts, host memory and queues stay the caller's.
 
-    `is_streaming`: whether a pass of many tokens has used the dynamic memory since `begin_token`.
     Args:    chunk_tokens: of a forward pass, at most.   tier: the CPU's own engine, which runs experts that are not in
              GPU memory; None if `host` has them all.   share: the CPU's of missing experts; None if all are copied.
-             is_fast: whether many tokens are multiplied in bfloat16; routers' products stay as exact as float32's.
+             is_fast: whether a value of many tokens is one float16 number, and not two; routers' products stay exact.
     """
 
     def __init__(
@@ -146,19 +171,35 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         share: PromptShare | None = None,
         is_fast: bool = False,
     ) -> None:
-        self._is_fast = is_fast
-        super().__init__(pack, device, GpuOperations())
+        self._num_halves = slicing.FAST_HALVES if is_fast else slicing.EXACT_HALVES
+        d, num_pairs = pack.spec.hidden_size, chunk_tokens * pack.spec.router.num_experts_per_tok
+        self._slicing = slicing.Slicing.for_passes(pack.layout, chunk_tokens, self._num_halves)
+        self._own = grouped.PassMemory.allocate(*self._slicing, d, num_pairs, self._num_halves, device)
         self.memory, self.stream = memory, ExpertStream(pack, memory, host, queues)
         self._queues, self._tier, self._share = queues, tier, share
-        f, d, k = pack.spec.expert.intermediate_size, pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
-        self._hidden = torch.empty((grouped.max_pairs(chunk_tokens, k, f), f), device=device)
-        self._outputs = torch.empty((chunk_tokens * k, d), device=device)
+        num_experts = len(memory.kinds[0])
+        self._all_experts = torch.arange(num_experts, dtype=torch.int32, device=device)
+        # int64 [L, E]: on the device, in how many passes an expert had tokens; its size, in host memory.
+        self._num_passes = torch.zeros((len(memory.kinds), num_experts), dtype=torch.int64, device=device)
+        self._sizes = torch.tensor([[expert.num_bytes for expert in layer] for layer in pack.layout.experts])
+        super().__init__(pack, device, GpuOperations())
+
+    @property  # type: ignore[override]  # the device counts, so that no pass waits for it
+    def bytes_read(self) -> int:
+        """The bytes of experts that had tokens, each counted once a pass."""
+        return int((self._num_passes.cpu() * self._sizes).sum())
+
+    @bytes_read.setter
+    def bytes_read(self, num_bytes: int) -> None:
+        self._num_passes.zero_()
 
     def _keep(self, held: Tensor) -> None:
         super()._keep(held.to(self._device))  # one allocation, whose size is counted
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> model.Matrix:
-        return DeviceMatrix(dense, raw, self._is_fast and not dense.role.name.endswith("router"))
+        is_router = dense.role.name.endswith("router")
+        num_halves = slicing.EXACT_HALVES if is_router else self._num_halves
+        return DeviceMatrix(dense, raw, self._own.decoded.view(-1), num_halves)
 
     def run_experts(
         self,
@@ -170,60 +211,85 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
     ) -> Tensor:
         """Returns the weighted sum of a layer's routed experts [T, k] for tokens x float32 [T, d]."""
         inputs = to_experts(x, self, layer_idx)
-        # The host waits once a layer, because it has to know which experts have tokens.
-        chosen, weights = experts.cpu(), router_weights.cpu()
-        num_experts = len(self.memory.kinds[layer_idx])
-        pass_ = _Pass.of(layer_idx, chosen, weights, self.stream, num_experts)
-        self.bytes_read += sum(self._pack.layout.experts[layer_idx][expert].num_bytes for expert in pass_.order)
-        outputs, x_of_gpu = self._outputs[: chosen.numel()], inputs.bfloat16() if self._is_fast else inputs
+        rounded = halves.Halves.allocate(self._num_halves, *x.shape, self._device)
+        halves.round_rows(inputs.contiguous(), rounded)
+        memory = self._own._replace(outputs=self._own.outputs[: experts.numel()])
         others = on_cpu = None
-        num_streamed = len(pass_.missing)
-        if pass_.missing and self._tier is not None:
-            others, num_streamed = self._run_by_tier(self._tier, layer_idx, x, chosen, weights, pass_.missing), 0
-        elif pass_.missing and self._share is not None:
-            on_cpu, num_streamed = self._start_on_cpu(self._share, layer_idx, inputs, chosen, weights, pass_)
-        if num_streamed < len(pass_.missing):
-            outputs.zero_()  # of those the GPU does not compute
-        pairs = [torch.from_numpy(each).to(self._device) for each in pass_.pairs[:3]]
-        self._run(pass_, pairs, 0, len(pass_.static), x_of_gpu, outputs)
-        self._stream_and_run(pass_, pairs, num_streamed, x_of_gpu, outputs)
-        self._stream_ahead(layer_idx + 1, chosen.numel())
+        if all(self.stream.is_static(ExpertKey(layer_idx, e)) for e in range(len(self._all_experts))):
+            pairs = self._pairs(layer_idx, experts, self._all_experts)
+            self._run(layer_idx, pairs, 0, len(pairs.order), rounded, memory)
+        else:
+            pass_ = self._choose(layer_idx, experts, router_weights, inputs)
+            if pass_.on_cpu:
+                memory.outputs.zero_()  # of those the GPU does not compute
+                if self._tier is None:
+                    on_cpu = self._start_on_cpu(layer_idx, inputs, experts.cpu(), router_weights.cpu(), pass_.on_cpu)
+                else:
+                    given = (x, experts.cpu(), router_weights.cpu(), pass_.on_cpu)
+                    others = self._run_by_tier(self._tier, layer_idx, *given)
+            pairs = self._pairs(layer_idx, experts, self._there(np.array(pass_.order, np.int32)))
+            self._run(layer_idx, pairs, 0, len(pass_.static), rounded, memory)
+            self._stream_and_run(layer_idx, pairs, pass_, rounded, memory)
+        self._stream_ahead(layer_idx + 1, experts.numel())
         y = torch.empty_like(x)
-        grouped.combine(outputs, y)
+        grouped.combine(memory.outputs, router_weights.contiguous(), y)
         if on_cpu is not None:
             y += on_cpu.result().to(self._device)
         y = from_experts(y, self, layer_idx)
         return y if others is None else y + others.to(self._device)
 
-    def _start_on_cpu(
-        self, share: PromptShare, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, pass_: "_Pass"
-    ) -> tuple[Future[Tensor] | None, int]:
-        """Begins to compute some missing experts on the CPU, and puts them last; returns the number of the others."""
-        jobs = {expert: (tokens, of_tokens) for expert, tokens, of_tokens in model.tokens_by_expert(experts, weights)}
-        num_tokens = [len(jobs[expert][0]) for expert in pass_.missing]
-        pieces = [self.stream.missing(ExpertKey(layer_idx, expert)) for expert in pass_.missing]
-        num_bytes = [stop - start for start, stop in pieces]
-        on_cpu = share.choose(layer_idx, pass_.missing, num_tokens, num_bytes)
-        pass_.put_last(on_cpu)
-        if not on_cpu:
-            return None, len(pass_.missing)
-        started = share.start(layer_idx, x.cpu(), [(expert, *jobs[expert]) for expert in on_cpu])
-        return started, len(pass_.missing) - len(on_cpu)
+    def _pairs(self, layer_idx: int, experts: Tensor, order: Tensor) -> grouped.Pairs:
+        pairs = grouped.sort_pairs(experts, order, len(self._all_experts))
+        self._num_passes[layer_idx].index_add_(0, order, (pairs.starts.diff() > 0).long())
+        return pairs
 
-    def _stream_and_run(self, pass_: "_Pass", pairs: list[Tensor], number: int, x: Tensor, outputs: Tensor) -> None:
-        """Runs the first missing experts, as many at once as the ring has space for."""
-        layer_idx = pass_.layer_idx
-        waiting = [ExpertKey(layer_idx, expert) for expert in pass_.missing[:number]]
-        self.stream.release_others(waiting, self._queues.mark())
-        start = len(pass_.static)
-        while waiting:
-            group = list[ExpertKey]()
-            while waiting and (self.stream.find(waiting[0]) or self.stream.request(waiting[0])):
-                group.append(waiting.pop(0))
-            assert group, "the ring has space for the largest expert"
-            self._run(pass_, pairs, start, start + len(group), x, outputs)
+    def _choose(self, layer_idx: int, experts: Tensor, weights: Tensor, x: Tensor) -> "_Pass":
+        """Returns a layer's experts in the order in which they run.
+
+        The host waits for the routes only if it has to know them: where the CPU computes some experts, or where there
+        are so few tokens that not all experts come.
+        """
+        num_experts = len(self._all_experts)
+        if self._tier is None and self._share is None and experts.numel() >= 2 * num_experts:
+            return _Pass.of(layer_idx, range(num_experts), self.stream)
+        chosen, num_tokens = np.unique(experts.cpu().numpy(), return_counts=True)
+        pass_ = _Pass.of(layer_idx, chosen.tolist(), self.stream)
+        if self._tier is not None:
+            pass_.on_cpu, pass_.missing = pass_.missing, []
+        elif self._share is not None:
+            tokens_of = dict(zip(chosen.tolist(), num_tokens.tolist(), strict=True))
+            pieces = [self.stream.missing(ExpertKey(layer_idx, expert)) for expert in pass_.missing]
+            num_bytes = [stop - start for start, stop in pieces]
+            tokens = [tokens_of[expert] for expert in pass_.missing]
+            pass_.on_cpu = self._share.choose(layer_idx, pass_.missing, tokens, num_bytes)
+            pass_.missing = [expert for expert in pass_.missing if expert not in pass_.on_cpu]
+        return pass_
+
+    def _start_on_cpu(
+        self, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, on_cpu: Sequence[int]
+    ) -> Future[Tensor]:
+        """Begins to compute some missing experts on the CPU."""
+        assert self._share is not None, "it has chosen them"
+        jobs = [job for job in model.tokens_by_expert(experts, weights) if job[0] in on_cpu]
+        return self._share.start(layer_idx, x.cpu(), jobs)
+
+    def _stream_and_run(
+        self, layer_idx: int, pairs: grouped.Pairs, pass_: "_Pass", x: halves.Halves, memory: grouped.PassMemory
+    ) -> None:
+        """Runs the missing experts; while some run, the next ones come."""
+        keys = [ExpertKey(layer_idx, expert) for expert in pass_.missing]
+        self.stream.release_others(keys, self._queues.mark())
+        first, num_coming = len(pass_.static), sum(self.stream.find(key) is not None for key in keys)
+        done = 0
+        while done < len(keys):
+            while number := self.stream.request(keys[num_coming:]):
+                num_coming += number
+            assert num_coming > done, "the ring has space for the largest expert"
+            number = self.stream.num_together(keys[done:num_coming])
+            group = keys[done : done + number]
+            self._run(layer_idx, pairs, first + done, number, x, memory, self._coming(group))
             self.stream.release(group, self._queues.mark())
-            start += len(group)
+            done += number
 
     def _stream_ahead(self, layer_idx: int, num_choices: int) -> None:
         """Begins to copy the next layer's experts, if about all of them will have tokens."""
@@ -232,51 +298,43 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         keys = [ExpertKey(layer_idx, e) for e in range(len(self.memory.kinds[layer_idx]))]
         if num_choices < 2 * len(keys):
             return
+        keys = [key for key in keys if not (self.stream.is_static(key) or self.stream.find(key))]
+        while number := self.stream.request(keys):
+            keys = keys[number:]
+
+    def _run(
+        self,
+        layer_idx: int,
+        pairs: grouped.Pairs,
+        first: int,
+        number: int,
+        x: halves.Halves,
+        memory: grouped.PassMemory,
+        coming: grouped.Coming | None = None,
+    ) -> None:
+        """Runs experts from place `first` of the order on, whose rows are all resident or in the ring."""
+        tables = self.memory.layers[layer_idx]
+        for begin in range(first, first + number, self._slicing.num_experts):
+            together = min(self._slicing.num_experts, first + number - begin)
+            grouped.run_group(x, grouped.Group(pairs, tables, begin, together, coming), memory)
+
+    def _coming(self, keys: Sequence[ExpertKey]) -> grouped.Coming:
+        """Returns where experts' rows would lie as far as they are in the ring; waits for their copies."""
+        begins = np.zeros((2, len(self._all_experts)), np.int64)
+        marks = dict[int, devices.Mark]()
         for key in keys:
-            if not (self.stream.is_static(key) or self.stream.find(key) or self.stream.request(key)):
-                return
+            entry = self.stream.find(key)
+            assert entry is not None, "it was requested"
+            marks[id(entry.copied)] = entry.copied
+            begins[:, key.expert] = self.stream.rows_at(entry)
+        for mark in marks.values():
+            self._queues.wait_for(mark)
+        return grouped.Coming(*self._there(begins))
 
-    def _run(self, pass_: "_Pass", pairs: list[Tensor], start: int, stop: int, x: Tensor, outputs: Tensor) -> None:
-        """Runs experts `start` to `stop` of a pass, whose rows are all resident or in the ring."""
-        experts, counts = pass_.order[start:stop], pass_.pairs.counts[start:stop]
-        if not counts.sum():
-            return
-        kinds = self.memory.layers[pass_.layer_idx].kinds
-        kind_idx = np.array([kinds.index(self.memory.kinds[pass_.layer_idx][expert]) for expert in experts])
-        plan = grouped.plan_tiles(counts, kind_idx, kinds, len(self._hidden), is_bf16=x.dtype == torch.bfloat16)
-        first = int(pass_.pairs.counts[:start].sum())
-        some = slice(first, first + int(counts.sum()))
-        tokens, places, weights = (each[some] for each in pairs)
-        group, tiles = self._group(pass_.layer_idx, experts), torch.from_numpy(plan.tiles).to(self._device)
-        grouped.run_group(x.contiguous(), tokens, places, weights, group, plan, tiles, self._hidden, outputs)
-
-    def _group(self, layer_idx: int, experts: Sequence[int]) -> grouped.ExpertGroup:
-        """Returns some experts of a layer with the places of all their rows; waits for their copies."""
-        tables, kinds = self.memory.layers[layer_idx], self.memory.kinds[layer_idx]
-        offsets = self.memory.static_at.dtype
-        begins = np.zeros((2, len(experts)), offsets)  # where row 0 of selector and records would lie
-        for place, expert in enumerate(experts):
-            entry = self.stream.find(ExpertKey(layer_idx, expert))
-            if entry is not None:
-                self._queues.wait_for(entry.copied)
-                begins[:, place] = self.stream.rows_at(entry)
-        chosen = torch.tensor(experts, device=self._device)
-        units = np.array([[kinds[expert].selector_units, kinds[expert].record_units] for expert in experts], offsets)
-        at, steps = (torch.from_numpy(each).to(self._device) for each in (begins, np.ascontiguousarray(units.T)))
-        rows = torch.arange(tables.record_at.shape[1], dtype=tables.record_at.dtype, device=self._device)
-
-        def places(table: Tensor, number: int) -> Tensor:
-            known = table.index_select(0, chosen)
-            return torch.where(known >= 0, known, at[number][:, None] + rows * steps[number][:, None])
-
-        return grouped.ExpertGroup(
-            arena=tables.arena,
-            selector_units=None if tables.selector_at is None else places(tables.selector_at, 0),
-            record_units=places(tables.record_at, 1),
-            thresholds=tables.thresholds.index_select(0, chosen),
-            kinds=tables.kinds,
-            down_bias=None if tables.down_bias is None else tables.down_bias.index_select(0, chosen),
-        )
+    def _there(self, values: NDArray[np.integer]) -> Tensor:
+        """Returns a copy on the device, for which the host does not wait."""
+        here = torch.from_numpy(values)
+        return here.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else here
 
     def _run_by_tier(
         self, tier: model.ExpertRunner, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, missing: list[int]
@@ -292,34 +350,19 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """A layer's experts in the order in which they run: those that are static as a whole, then the missing ones.
+    """A layer's experts in the order in which they run: those that are static as a whole, then those that come."""
 
-    `pairs`: in this order; experts without tokens come last.
-    """
-
-    layer_idx: int
     static: list[int]
     missing: list[int]
-    experts: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    pairs: grouped.Pairs
+    on_cpu: list[int]  # that the GPU does not compute
 
     @classmethod
-    def of(cls, layer_idx: int, experts: Tensor, weights: Tensor, stream: ExpertStream, num_experts: int) -> "_Pass":
-        numbers = [(expert, ExpertKey(layer_idx, expert)) for expert in torch.unique(experts).tolist()]
-        static = [expert for expert, key in numbers if stream.is_static(key)]
-        missing = [expert for expert, key in numbers if not stream.is_static(key)]
+    def of(cls, layer_idx: int, experts: Sequence[int], stream: ExpertStream) -> "_Pass":
+        static = [expert for expert in experts if stream.is_static(ExpertKey(layer_idx, expert))]
+        missing = [expert for expert in experts if not stream.is_static(ExpertKey(layer_idx, expert))]
         missing.sort(key=lambda expert: stream.find(ExpertKey(layer_idx, expert)) is None)  # first what is on its way
-        others = sorted(set(range(num_experts)) - {expert for expert, _ in numbers})
-        order = np.array([*static, *missing, *others])
-        pairs = grouped.pairs_by_expert(experts.numpy(), weights.numpy(), order)
-        return cls(layer_idx, static, missing, experts.numpy(), weights.numpy(), pairs)
+        return cls(static, missing, [])
 
     @property
     def order(self) -> list[int]:
         return [*self.static, *self.missing]
-
-    def put_last(self, experts: list[int]) -> None:
-        self.missing = [expert for expert in self.missing if expert not in experts] + experts
-        others = sorted(set(range(len(self.pairs.counts))) - set(self.order))
-        self.pairs = grouped.pairs_by_expert(self.experts, self.weights, np.array([*self.order, *others]))

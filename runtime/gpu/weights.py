@@ -24,12 +24,12 @@ from moe_pack.runtime.model.compute import matrices
 class DeviceMatrix(matrices.InMemoryMatrix):
     """A matrix [num_rows, num_cols] in the pack's row layout, or in plain values.
 
-    Args:    raw: u8, all bytes of the matrix, on the device.   is_bf16: whether products of many tokens take bfloat16.
+    Args:    raw: u8, all bytes of the matrix, on the device.   scratch, num_halves: as of `matmul.gemm`.
     """
 
-    def __init__(self, dense: DenseLayout, raw: Tensor, is_bf16: bool = False) -> None:
+    def __init__(self, dense: DenseLayout, raw: Tensor, scratch: Tensor, num_halves: int) -> None:
         self.num_rows, self.num_cols = dense.role.shape
-        self._is_bf16 = is_bf16
+        self._scratch, self._num_halves = scratch, num_halves
         self._plain: model.RowMatrix | model.StoredMatrix
         if dense.rows is not None:
             rows = raw.view(-1, dense.rows.row_bytes)
@@ -59,8 +59,7 @@ class DeviceMatrix(matrices.InMemoryMatrix):
         if len(x) == 1:
             matmul.gemv(x[0].contiguous(), self._rows, out[0])
         else:
-            x = x.bfloat16() if self._is_bf16 else x.contiguous()
-            matmul.gemm(x, self._rows, out)
+            matmul.gemm(x.contiguous(), self._rows, out, self._scratch, self._num_halves)
         return out
 
 

@@ -52,6 +52,8 @@ class Compiled:
     flushes: int
     loads: dict[str, int]
     instructions: dict[str, int]
+    # Of the innermost loop with products of tensor cores, where asked for: all its instructions, and these products.
+    step: dict[str, int]
 
 
 def compiled(
@@ -60,10 +62,11 @@ def compiled(
     widths: tuple[Name, ...],
     dims: tuple[int, ...],
     selectors: tuple[Selector, ...] = SELECTORS,
+    with_instructions: bool = False,
 ) -> list[Compiled]:
     """What all calls whose names contain one of `only`'s parts, between commas, compile to, in a process of its own."""
     command = [sys.executable, __file__, "--only", only, "--widths", _listed(widths), "--dims", _listed(dims)]
-    command += ["--selectors", ",".join(selectors)]
+    command += ["--selectors", ",".join(selectors), *(["--instructions"] if with_instructions else [])]
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [*command, *map(str, capabilities)], capture_output=True, text=True, env=os.environ | environment
@@ -172,8 +175,33 @@ def _described(call: str, kernel: str, capability: int, built: Any, with_instruc
         call, kernel, capability, built.metadata.num_warps, usages["REG"], usages["STACK"], usages["LOCAL"],
         usages["SHARED"], len(re.findall(r"\b(?:add|sub|mul|fma)(?:\.\w+)*\.ftz\.f32", built.asm["ptx"])),
         loads_by_function(built.asm["ptx"]),
-        dict(Counter(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)", sass))),
+        dict(Counter(name for _, name, _ in instructions_of(sass))), product_step(sass),
     )  # fmt: skip
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)([^;/]*)")
+_PRODUCTS = ("HGMMA", "HMMA", "UTCHMMA", "IMMA")  # of tensor cores: sm_90; sm_80 to 89 and 120; sm_100
+
+
+def instructions_of(sass: str) -> list[tuple[int, str, str]]:
+    """Address, name and the rest of each instruction."""
+    return [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(sass)]
+
+
+def product_step(sass: str) -> dict[str, int]:
+    """Instructions of the shortest loop with products of tensor cores: "all" of them, and each kind of product."""
+    instructions = instructions_of(sass)
+    loops = []
+    for at, name, rest in instructions:
+        target = re.search(r"0x([0-9a-f]+)\s*$", rest.strip())
+        if name == "BRA" and target is not None and int(target[1], 16) <= at:
+            inside = [each for begin, each, _ in instructions if int(target[1], 16) <= begin <= at]
+            if any(each in _PRODUCTS for each in inside):
+                loops.append(inside)
+    if not loops:
+        return {}
+    shortest = min(loops, key=len)
+    return {"all": len(shortest), **{name: shortest.count(name) for name in _PRODUCTS if name in shortest}}
 
 
 _LINE = re.compile(r"\.loc\s+\d+ \d+ \d+\s+// (\w+)\.py:(\d+)")

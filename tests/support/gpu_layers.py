@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from moe_pack.runtime.gpu.kernels.grouped import ExpertGroup
 from moe_pack.runtime.gpu.kernels.tables import (
     HostRows,
     Landing,
@@ -184,13 +183,6 @@ def layer_of(experts: Sequence[RandomExpert], seed: int = 0, thresholds: Sequenc
         torch.stack(biases) if biases else None,
     )
     return RandomLayer(tuple(experts), tables)
-
-
-def group_of(layer: RandomLayer, device: torch.device) -> tuple[ExpertGroup, np.ndarray]:
-    """The layer's experts as a group on a device, and each one's kind."""
-    tables = layer.tables_on(device)
-    where = (tables.arena, tables.selector_at, tables.record_at)
-    return ExpertGroup(*where, tables.thresholds, tables.kinds, tables.down_bias), layer.tables.kind.numpy()
 
 
 def _rows(expert: RandomExpert) -> list[tuple[tuple[int, int], np.ndarray]]:

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
-import numpy as np
 import torch
 
 from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, NeuronFunction, RouterSpec, Selector, part_format
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.formats.parts import LatentSpec
-from moe_pack.runtime.gpu.kernels import attention, grouped, predict, pull, tables
+from moe_pack.runtime.gpu.kernels import attention, grouped, halves, predict, pull, tables
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
@@ -109,71 +108,60 @@ def _run(
     neurons(x, experts, layer, running, partials, "pulled")
 
 
-MODES = {"exact": torch.float32, "bf16": torch.bfloat16}  # the dtypes of x, which say how products are computed
+HALVES = {"fast": 1, "exact": 2}  # float16 numbers of a value in products of many tokens
 
 
 def many_calls(
     widths: tuple[Name, ...], dims: tuple[int, ...], selectors: Sequence[Selector] = ("up", "none")
 ) -> Iterator[Call]:
-    """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, selectors or none."""
+    """Names and calls: decoding of every format; products of a handful of tokens and of many, with each arithmetic."""
     for d in dims:
-        for dtype in ("BF16", "F16", "F32") if 16 in widths else ():
-            for mode, x_dtype in MODES.items():
-                yield f"gemm {mode} {dtype} d{d}", partial(_plain, d, dtype, x_dtype)
-        for width in widths:
-            for mode, x_dtype in MODES.items():
-                yield f"gemm {mode} {label(width)} d{d}", partial(_coded, d, width, x_dtype)
-            for selector in selectors:
-                for mode, x_dtype in MODES.items():
+        for mode, num_halves in HALVES.items():
+            for dtype in ("BF16", "F16", "F32") if 16 in widths else ():
+                stored = StoredRows(torch.empty(64, d, dtype=TORCH_DTYPES[dtype]), stored_part(dtype, d))
+                yield f"gemm {mode} {dtype} d{d}", partial(_gemm, stored, num_halves)
+            for width in widths:
+                layout = row_layout([("weight", named_format(width), False)], d)
+                stored = StoredRows(torch.empty(64, layout.row_bytes, dtype=torch.uint8), part_of(layout, "weight"))
+                yield f"gemm {mode} {label(width)} d{d}", partial(_gemm, stored, num_halves)
+                for selector in selectors:
                     name = f"grouped {mode} {selector} {label(width)} d{d}"
-                    yield name, partial(_coded_group, d, width, 64, selector, x_dtype)
-        if 4 in widths:
-            for mode, x_dtype in MODES.items():
-                yield f"grouped {mode} up w4 g16 d{d}", partial(_coded_group, d, 4, 16, "up", x_dtype)
-    if "mxfp4" in widths and 4096 in dims:
-        for mode, x_dtype in MODES.items():
-            yield f"gpt_oss grouped {mode}", partial(_group, gpt_oss_layout("both"), "both", "clamped_swiglu", x_dtype)
+                    yield name, partial(_coded_group, d, width, 64, selector, num_halves)
+            if 4 in widths:
+                yield f"grouped {mode} up w4 g16 d{d}", partial(_coded_group, d, 4, 16, "up", num_halves)
+    for mode, num_halves in HALVES.items() if "mxfp4" in widths and 4096 in dims else ():
+        yield f"gpt_oss grouped {mode}", partial(_group, gpt_oss_layout("both"), "both", "clamped_swiglu", num_halves)
     if 16 in widths and 4096 in dims:
-        yield "combine", partial(grouped.combine, torch.empty(24, 4096), torch.empty(3, 4096))
+        yield "combine", partial(grouped.combine, torch.empty(24, 4096), torch.empty(3, 8), torch.empty(3, 4096))
 
 
-def _plain(d: int, dtype: str, x_dtype: torch.dtype) -> None:
-    rows = torch.empty(4096, d, dtype=TORCH_DTYPES[dtype])
-    _gemm(StoredRows(rows, stored_part(dtype, d)), x_dtype)
+def _gemm(matrix: StoredRows, num_halves: int) -> None:
+    d, num_rows = matrix.part.num_cols, len(matrix.rows)
+    for num_tokens in TILE_TOKENS:
+        x, scratch = torch.empty(num_tokens, d), torch.empty(2 * num_rows * d, dtype=torch.float16)
+        gemm(x, matrix, torch.empty(num_tokens, num_rows), scratch, num_halves)
 
 
-def _coded(d: int, width: Name, x_dtype: torch.dtype) -> None:
-    layout = row_layout([("weight", named_format(width), False)], d)
-    rows = torch.empty(4096, layout.row_bytes, dtype=torch.uint8)
-    _gemm(StoredRows(rows, part_of(layout, "weight")), x_dtype)
+TILE_TOKENS = (8, 32, 64, 512)  # with which products have tiles of every size
 
 
-def _gemm(matrix: StoredRows, x_dtype: torch.dtype) -> None:
-    for num_tokens in (8, 512):
-        x = torch.empty(num_tokens, matrix.part.num_cols, dtype=x_dtype)
-        gemm(x, matrix, torch.empty(num_tokens, len(matrix.rows)))
-
-
-def _coded_group(d: int, width: Name, group: int, selector: Selector, x_dtype: torch.dtype) -> None:
+def _coded_group(d: int, width: Name, group: int, selector: Selector, num_halves: int) -> None:
     spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
-    _group(expert_layout(named_expert(width, group), selector, spec, d), selector, "silu", x_dtype)
+    _group(expert_layout(named_expert(width, group), selector, spec, d), selector, "silu", num_halves)
 
 
-def _group(layout: ExpertLayout, selector: Selector, function: NeuronFunction, x_dtype: torch.dtype) -> None:
-    """Calls for experts with as many tokens as tiles of every size have."""
+def _group(layout: ExpertLayout, selector: Selector, function: NeuronFunction, num_halves: int) -> None:
+    """Calls for two experts, with as many tokens as tiles of every size have."""
     f, d, kind = layout.num_rows, layout.records.num_cols, tables.kind_of(layout, selector, function)
-    counts = np.array([16, 32, 64, 128])
-    num_pairs, num_experts = int(counts.sum()), len(counts)
-    units, numbers = torch.zeros(num_experts, f, dtype=torch.int32), torch.zeros(num_pairs, dtype=torch.int32)
-    down_bias = torch.empty(num_experts, d) if layout.extra else None
-    arena = torch.empty(128, dtype=torch.uint8)
-    group = grouped.ExpertGroup(arena, units, units, torch.zeros(num_experts), (kind,), down_bias)
-    plan = grouped.plan_tiles(
-        counts, np.zeros(num_experts, np.int64), group.kinds, num_pairs, x_dtype == torch.bfloat16
-    )
-    x, weights = torch.empty(num_pairs, d, dtype=x_dtype), torch.empty(num_pairs)
-    hidden, outputs = torch.empty(num_pairs, f), torch.empty(num_pairs, d)
-    grouped.run_group(x, numbers, numbers, weights, group, plan, torch.from_numpy(plan.tiles), hidden, outputs)
+    at, down_bias = torch.zeros(2, f, dtype=torch.int32), torch.empty(2, d) if layout.extra else None
+    selector_at = None if layout.selector is None else at
+    arena, numbers = torch.empty(128, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32)
+    layer = tables.LayerTables(arena, selector_at, at, numbers, torch.zeros(2), (kind,), down_bias)
+    for num_tokens in TILE_TOKENS:
+        x = halves.Halves.allocate(num_halves, num_tokens, d, CPU)
+        memory = grouped.PassMemory.allocate(2, halves.padded(f), d, 2 * num_tokens, num_halves, CPU)
+        pairs = grouped.sort_pairs(torch.arange(2).expand(num_tokens, 2), numbers, 2)
+        grouped.run_group(x, grouped.Group(pairs, layer, 0, 2), memory)
 
 
 POSITION = torch.tensor([5], dtype=torch.int32)

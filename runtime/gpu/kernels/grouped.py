@@ -1,429 +1,436 @@
-"""Experts for many tokens: all experts of a layer that are in the arena, in a few launches.
+"""Experts for many tokens: decoded once a pass into scratch memory, then multiplied with all their tokens at once.
 
-A *pair* is a token and one of its experts. `pairs_by_expert` lists a pass's pairs in the order in which experts run.
-`plan_tiles` cuts each expert's pairs into tiles of at most as many as a program takes. Both run on the host.
-`run_group` computes some experts in two steps: one writes each neuron's output (0 if it does not run), the other the
-down product times the router's weight, into a row of `outputs` that belongs to the pair alone. `combine` adds a
-token's rows in ascending order of experts. So the sum depends neither on which experts run together nor on their
-order. The twin is `run_expert` in `runtime.model.compute.expert`.
+A *pair* is a token and one of its experts. `sort_pairs` lists a pass's pairs in the order in which experts run, on the
+device. A group of experts then takes these steps for each slice of its neurons:
 
-If x is float32, products are as exact as float32's (`dot_exact`). If x is bfloat16, products take bfloat16 on tensor
-cores and are summed in float32: neurons' outputs are rounded to bfloat16 too. Weights are exact in it, apart from
-plain values of 16 or 32 bits, which are rounded; scales multiply the products.
+1. `decode_experts` writes the slice's rows as halves (`halves`), if the expert has tokens;
+2. `run_hidden` writes each neuron's output, 0 if it does not run, and rounds these to halves;
+3. `run_down` adds the down product to a row of `outputs` that belongs to the pair alone.
+
+`combine` adds a token's rows, times the router's weights, in the router's order. So the sum depends neither on which
+experts run together nor on their order. No launch waits for the host: it knows how many experts a group has, and
+programs find out how many pairs each has. The twin is `run_expert` in `runtime.model.compute.expert`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack.runtime.gpu.kernels import halves
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, act, factor
-from moe_pack.runtime.gpu.kernels.matmul import MAX_TOKENS, MAX_TOKENS_IN_TWO, TokenTile, num_warps
-from moe_pack.runtime.gpu.kernels.products import add_product, load_tile, load_tokens, multiply, runs, tile_cols
-from moe_pack.runtime.gpu.kernels.rows import (
-    AFFINE,
-    UNITS,
-    RowPart,
-    has_scales,
-    has_wide_entries,
-    load_bias,
-    load_scales,
-    lookup_for,
-)
-from moe_pack.runtime.gpu.kernels.tables import ExpertKind, StoredPart
+from moe_pack.runtime.gpu.kernels.halves import DecodeBlock, HalvesAt, decode, sum_products
+from moe_pack.runtime.gpu.kernels.products import runs, tile_cols
+from moe_pack.runtime.gpu.kernels.rows import RowPart, load_bias, lookup_for
+from moe_pack.runtime.gpu.kernels.tables import ExpertKind, LayerTables
 
-Numbers = NDArray[np.int32]
-
-MIN_BLOCK = 16  # tokens of the smallest tile: a tensor core's product has no fewer
-_HIDDEN_BYTES = 64 << 20  # of the neurons' outputs that are in memory at once; more do not make a pass faster
 _BY_UP, _BY_GATE, _BY_OUTPUT = (tl.constexpr(number) for number in range(3))  # the value that the threshold cuts
-_BLOCK_NEURONS = 64  # of a program that computes neurons' outputs: as tensor cores of sm_90 take
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertGroup:
-    """G experts that run together, with all their rows in an arena; all tensors are contiguous, on one device."""
-
-    arena: Tensor  # u8, its first byte at a multiple of 128
-    selector_units: Tensor | None  # [G, f], a row's offset in units of 16 bytes; None if no selector is stored
-    record_units: Tensor  # likewise
-    thresholds: Tensor  # float32 [G]
-    kinds: tuple[ExpertKind, ...]  # of these experts
-    down_bias: Tensor | None = None  # float32 [G, d], if experts have one
+_DOWN = tl.constexpr(2)  # the place of down among an expert's matrices, after gate and up
 
 
 class Pairs(NamedTuple):
-    """Pairs in the order in which experts run, on the host."""
+    """The pairs of T tokens with k experts each, all on the device, by the place of their expert in an order."""
 
-    tokens: Numbers  # int32 [N]
-    places: Numbers  # int32 [N], each pair's row of `outputs`: t * k + how many of the token's experts are lower
-    weights: NDArray[np.float32]  # [N], the router's
-    counts: NDArray[np.int64]  # [E], pairs of each expert, in the order in which they run
+    order: Tensor  # int32 [P], the experts in the order in which they run
+    pairs: Tensor  # int32 [T k], `token * k + choice` of each pair; those of experts that do not run come last
+    starts: Tensor  # int32 [P + 1], where each expert's pairs begin, and the end of the last one's
+    k: int
 
 
-def pairs_by_expert(experts: NDArray[np.integer], weights: NDArray[np.float32], order: NDArray[np.integer]) -> Pairs:
-    """Returns the pairs of T tokens, by the place of their expert in `order`, then by token.
+def sort_pairs(experts: Tensor, order: Tensor, num_experts: int) -> Pairs:
+    """Returns the pairs of T tokens.
 
-    Args:    experts: [T, k], different in each row.   weights: float32 [T, k].   order: [E], every expert once.
+    Args:    experts: integers [T, k], different in each row.   order: int32 [P], each expert at most once; pairs of
+             others do not run.
     """
-    k = experts.shape[1]
-    place_of = np.empty(len(order), np.int64)
-    place_of[order] = np.arange(len(order))
-    keys = place_of[experts].ravel()
-    pairs = np.argsort(keys, kind="stable")
-    lower = experts.argsort(axis=1).argsort(axis=1).ravel()  # how many of the token's experts have a lower number
-    tokens = pairs // k
-    return Pairs(
-        tokens.astype(np.int32),
-        (tokens * k + lower[pairs]).astype(np.int32),
-        weights.ravel()[pairs],
-        np.bincount(keys, minlength=len(order)),
-    )
+    places = torch.full((num_experts,), len(order), dtype=torch.int32, device=order.device)
+    numbers = torch.arange(len(order) + 1, dtype=torch.int32, device=order.device)
+    places[order.long()] = numbers[:-1]
+    keys, pairs = places[experts.flatten().long()].sort(stable=True)
+    return Pairs(order, pairs.to(torch.int32), torch.searchsorted(keys, numbers, out_int32=True), experts.shape[1])
 
 
-class Launch(NamedTuple):
-    """Tiles `first` to `stop` of a plan, of experts of one kind (its place in `ExpertGroup.kinds`)."""
+class PassMemory(NamedTuple):
+    """Memory of passes, allocated once; each step overwrites it.
 
-    kind: int
-    block_tokens: int
-    first: int
-    stop: int
+    `decoded`: float16 [halves, 3, G, N, d], a group's slice: gate rows, up rows, and down as [G, d, N].
+    `factors`: float32 [3, G, N].   `biases`: float32 [2, G, N], of gate and up.   `hidden`: float32 [T k, N].
+    `rounded`: the same as halves.   `outputs`: float32 [T k, d].
+    """
+
+    decoded: Tensor
+    factors: Tensor
+    biases: Tensor
+    hidden: Tensor
+    rounded: halves.Halves
+    outputs: Tensor
+
+    @classmethod
+    def allocate(
+        cls, number: int, n: int, num_cols: int, num_pairs: int, num_halves: int, device: torch.device
+    ) -> "PassMemory":
+        """Allocates for slices of `n` neurons of `number` experts, and passes of so many pairs at most."""
+        return cls(
+            decoded=torch.empty((num_halves, 3, number, n, num_cols), dtype=torch.float16, device=device),
+            factors=torch.empty((3, number, n), device=device),
+            biases=torch.zeros((2, number, n), device=device),
+            hidden=torch.empty((num_pairs, n), device=device),
+            rounded=halves.Halves.allocate(num_halves, num_pairs, n, device),
+            outputs=torch.empty((num_pairs, num_cols), device=device),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Pairs, from `first_pair` on, whose neurons' outputs are in memory at once; and the launches for them."""
+class _Decoded(NamedTuple):
+    """The rows of a group's slice as kernels take them."""
 
-    first_pair: int
-    hidden: tuple[Launch, ...]
-    down: tuple[Launch, ...]
+    numbers: Tensor
+    factors: Tensor
+    biases: Tensor
+    stride: int  # values between the two halves of a number
+
+
+class _Stored(NamedTuple):
+    """How one kind of experts is stored, as kernels take it: constants."""
+
+    gate: RowPart | None
+    up: RowPart
+    down: RowPart
+    in_selector: tuple[bool, bool, bool]
+    units: tuple[int, int]  # of a selector row and of a record
+
+
+class _Shape(NamedTuple):
+    """The sizes of a group's slice, constants of kernels."""
+
+    f: int
+    d: int
+    num_experts: int  # G
+    num_neurons: int  # N
+    k: int
+    halves: int
+
+
+class Coming(NamedTuple):
+    """Where selector row 0 and record 0 of experts would lie in the arena, in units of 16 bytes: int64 [E] each."""
+
+    selectors: Tensor
+    records: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TilePlan:
-    """The division of a group's pairs among programs."""
+class Group:
+    """Experts that run together: `number` of them from place `first` of the order on."""
 
-    tiles: Numbers  # int32 [num_tiles, 3], on the host: the expert's place in the group, the first pair, how many pairs
-    pieces: tuple[Piece, ...]
+    pairs: Pairs
+    tables: LayerTables
+    first: int
+    number: int
+    coming: "Coming | None" = None  # places of rows that the tables lack; None if they lack none
 
 
-def plan_tiles(
-    counts: NDArray[np.integer],
-    kind_idx: NDArray[np.integer],
-    kinds: tuple[ExpertKind, ...],
-    hidden_rows: int,
-    is_bf16: bool,
-) -> TilePlan:
-    """Returns the tiles of a group, whose pairs are numbered from 0 on.
+def run_group(x: halves.Halves, group: Group, memory: PassMemory) -> None:
+    """Writes the outputs of a group's experts to their pairs' rows of `memory.outputs`.
 
-    Args:    counts: [G], pairs of each expert.   kind_idx: [G], each expert's place in `kinds`.   hidden_rows: of
-             the workspace, `max_pairs` or fewer.   is_bf16: whether x is bfloat16.
+    Args:    x: [T, d].
     """
-    tiles, pieces, num_tiles = [np.zeros((0, 3), np.int32)], [], 0
-    ends = counts.cumsum()
-    for start in range(0, int(counts.sum()), hidden_rows):
-        firsts = np.maximum(ends - counts, start)
-        here = np.maximum(np.minimum(ends, start + hidden_rows) - firsts, 0)
-        hidden: list[Launch] = []
-        down: list[Launch] = []
-        for number, kind in enumerate(kinds):
-            experts = np.flatnonzero((kind_idx == number) & (here > 0))
-            for launches, most in ((hidden, _most_hidden_tokens(kind, is_bf16)), (down, MAX_TOKENS)):
-                for block, cut in _cut(experts, firsts[experts], here[experts], most):
-                    launches.append(Launch(number, block, num_tiles, num_tiles + len(cut)))
-                    tiles.append(cut)
-                    num_tiles += len(cut)
-        pieces.append(Piece(start, tuple(hidden), tuple(down)))
-    return TilePlan(np.concatenate(tiles), tuple(pieces))
+    if not len(group.pairs.pairs):
+        return
+    f = group.tables.kinds[0].num_rows
+    for first_neuron in range(0, f, memory.decoded.shape[3]):
+        decode_experts(group, first_neuron, memory)
+        run_hidden(x, group, memory)
+        run_down(group, first_neuron, memory)
 
 
-def _cut(
-    experts: NDArray[np.integer], firsts: NDArray[np.integer], counts: NDArray[np.integer], most: int
-) -> Iterator[tuple[int, Numbers]]:
-    """Yields tiles by size, largest first: `most` pairs, and the rest of each expert in the smallest tile that fits."""
-    num_whole = counts // most
-    nth = np.arange(num_whole.sum()) - np.repeat(num_whole.cumsum() - num_whole, num_whole)
-    begins = np.repeat(firsts, num_whole) + nth * most
-    whole = np.stack([np.repeat(experts, num_whole), begins, np.full(len(nth), most)], axis=1)
-    rest = counts - num_whole * most
-    rests = np.stack([experts, firsts + num_whole * most, rest], axis=1)
-    block = most
-    while block >= MIN_BLOCK:
-        less = block // 2 if block > MIN_BLOCK else 0
-        fitting = rests[(rest > less) & (rest <= block)]
-        tiles = np.concatenate([whole, fitting]) if block == most else fitting
-        if len(tiles):
-            yield block, tiles.astype(np.int32)
-        block //= 2
+def _shape(group: Group, memory: PassMemory) -> _Shape:
+    num_halves, _, num_experts, num_neurons, d = memory.decoded.shape
+    return _Shape(group.tables.kinds[0].num_rows, d, num_experts, num_neurons, group.pairs.k, num_halves)
 
 
-def max_pairs(chunk_tokens: int, k: int, num_rows: int) -> int:
-    """Returns the rows of `hidden` for passes of so many tokens, each with k experts of `num_rows` neurons."""
-    most = max(MAX_TOKENS, _HIDDEN_BYTES // (4 * num_rows) // MAX_TOKENS * MAX_TOKENS)
-    return min(chunk_tokens * k, most)
+def _decoded(memory: PassMemory) -> _Decoded:
+    return _Decoded(memory.decoded, memory.factors, memory.biases, memory.decoded.stride(0))
 
 
-def run_group(
-    x: Tensor,
-    tokens: Tensor,
-    places: Tensor,
-    weights: Tensor,
-    group: ExpertGroup,
-    plan: TilePlan,
-    tiles: Tensor,
-    hidden: Tensor,
-    outputs: Tensor,
-) -> None:
-    """Writes the outputs of a group's experts, times the router's weights, to their pairs' rows of `outputs`.
-
-    Args:    x: float32 or bfloat16 [T, d], contiguous; its dtype says how products are computed.   tokens, places:
-             int32 [N], weights: float32 [N], the group's part of `Pairs`.   tiles: `plan.tiles` on the device.
-             hidden: float32 [hidden_rows of the plan, f], contiguous, overwritten.
-             outputs: float32 [T * k, d], contiguous.
-    """
-    for piece in plan.pieces:
-        for launch in piece.hidden:
-            _launch_hidden(x, tokens, group, tiles, launch, piece.first_pair, hidden)
-        for launch in piece.down:
-            is_bf16 = x.dtype == torch.bfloat16
-            _launch_down(hidden, places, weights, group, tiles, launch, piece.first_pair, outputs, is_bf16)
+def decode_experts(group: Group, first_neuron: int, memory: PassMemory) -> None:
+    """Writes a slice of a group's neurons as halves, from `first_neuron` on; zeros for neurons past the last."""
+    tables, shape = group.tables, _shape(group, memory)
+    parts = [part.part for kind in tables.kinds for part in (kind.gate, kind.up, kind.down) if part is not None]
+    block = DecodeBlock(halves.DECODED_ROWS, tile_cols(*parts), shape.halves)
+    pointers = tables.pointers
+    if tables.selector_at is None:
+        pointers = pointers._replace(selector_at=tables.record_at)
+    _decode_kernel[group.number, triton.cdiv(shape.num_neurons, block.rows)](
+        group.pairs.order, group.pairs.starts, group.first, pointers, group.coming, _decoded(memory),
+        lookup_for(memory.decoded.device, *parts), first_neuron, tuple(map(_stored, tables.kinds)), shape, block,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
-class _Rows(NamedTuple):
-    arena: Tensor
-    gate: Tensor | None  # [G, f], where the rows are that contain gate
-    up: Tensor
-    down: Tensor
-    thresholds: Tensor
-    down_bias: Tensor | None
-
-    @classmethod
-    def of(cls, group: ExpertGroup, kind: ExpertKind) -> "_Rows":
-        def table(part: StoredPart) -> Tensor:
-            units = group.selector_units if part.in_selector else group.record_units
-            assert units is not None, "a matrix of selector rows needs their table"
-            return units
-
-        gate = None if kind.gate is None else table(kind.gate)
-        return cls(group.arena, gate, table(kind.up), table(kind.down), group.thresholds, group.down_bias)
-
-
-class _Neurons(NamedTuple):
-    gate: RowPart | None
-    up: RowPart
-    selector: int
-    function: int
-    f: int
-
-
-def combine(outputs: Tensor, y: Tensor) -> None:
-    """Writes the sum of each token's rows of `outputs`, float32 [T * k, d], in order, to y float32 [T, d]."""
-    num_tokens, d = y.shape
-    _combine[num_tokens, triton.cdiv(d, _COMBINED)](
-        outputs, y, len(outputs) // num_tokens, d, _COMBINED, num_warps=4, enable_fp_fusion=True
+def _stored(kind: ExpertKind) -> _Stored:
+    matrices = (kind.gate, kind.up, kind.down)
+    return _Stored(
+        None if kind.gate is None else kind.gate.part,
+        kind.up.part,
+        kind.down.part,
+        tuple(part is not None and part.in_selector for part in matrices),  # type: ignore[arg-type]  # three of them
+        (kind.selector_units, kind.record_units),
     )
 
 
-def _most_hidden_tokens(kind: ExpertKind, is_bf16: bool) -> int:
-    """Returns the most tokens of a program for neurons' outputs whose registers do not spill."""
-    parts = tuple(part.part for part in (kind.gate, kind.up) if part is not None)
-    # With codes of 1 bit, and with words of two registers from a trellis's table, 32 tokens spill registers (sm_120).
-    is_wide = has_wide_entries(parts) or any(part.bits == 1 for part in parts)
-    most = MAX_TOKENS_IN_TWO // 2 if is_wide else MAX_TOKENS_IN_TWO
-    return 2 * most if is_bf16 else most
+@triton.constexpr_function
+def _part(kinds: tuple[_Stored, ...], number: int, matrix: int) -> RowPart | None:
+    """Returns a matrix's part of a kind; Triton passes named tuples as plain ones."""
+    stored = _Stored(*kinds[number])
+    part = (stored.gate, stored.up, stored.down)[matrix]
+    return None if part is None else RowPart(*part)
 
 
-def _summed_neurons(part: RowPart, is_bf16: bool) -> int:
-    """Returns how many neurons' down rows are multiplied at once: more of them take fewer instructions."""
-    return 32 if not is_bf16 or has_wide_entries((part,)) else 64  # or registers spill (sm_80)
+@triton.constexpr_function
+def _in_selector(kinds: tuple[_Stored, ...], number: int, matrix: int) -> bool:
+    return bool(_Stored(*kinds[number]).in_selector[matrix])
 
 
-class _Down(NamedTuple):
-    part: RowPart
-    f: int
-    is_bf16: bool
-    tile: TokenTile
+@triton.constexpr_function
+def _units(kinds: tuple[_Stored, ...], number: int, in_selector: bool) -> int:
+    return int(_Stored(*kinds[number]).units[0 if in_selector else 1])
 
 
-def _launch_hidden(
-    x: Tensor, tokens: Tensor, group: ExpertGroup, tiles: Tensor, launch: Launch, first_pair: int, hidden: Tensor
-) -> None:
-    """Writes hidden float32 [pairs of the piece, f], 0 for a neuron that does not run."""
-    kind = group.kinds[launch.kind]
-    gate, f = None if kind.gate is None else kind.gate.part, kind.num_rows
-    parts = [kind.up.part] if gate is None else [gate, kind.up.part]
-    tile = TokenTile(tile_cols(*parts), launch.block_tokens, _BLOCK_NEURONS)
-    by = {"up": _BY_UP, "gate": _BY_GATE}.get(kind.selector, _BY_OUTPUT).value
-    _hidden[triton.cdiv(f, tile.rows), launch.stop - launch.first](
-        x, tokens, tiles, launch.first, first_pair, _Rows.of(group, kind), hidden, lookup_for(x.device, *parts),
-        _Neurons(gate, kind.up.part, by, FUNCTIONS[kind.function], f), tile,
-        num_warps=num_warps(tile.tokens, tile.rows), enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-def _launch_down(
-    hidden: Tensor,
-    places: Tensor,
-    weights: Tensor,
-    group: ExpertGroup,
-    tiles: Tensor,
-    launch: Launch,
-    first_pair: int,
-    outputs: Tensor,
-    is_bf16: bool,
-) -> None:
-    """Writes weights * (h @ down + bias) to the pairs' rows of `outputs`."""
-    kind = group.kinds[launch.kind]
-    part: RowPart = kind.down.part
-    tile = TokenTile(tile_cols(part), launch.block_tokens, _summed_neurons(part, is_bf16))
-    _down[triton.cdiv(part.num_cols, tile.cols), launch.stop - launch.first](
-        hidden, places, weights, tiles, launch.first, first_pair, _Rows.of(group, kind), outputs,
-        lookup_for(hidden.device, part), _Down(part, kind.num_rows, is_bf16, tile),
-        num_warps=num_warps(tile.tokens, tile.cols), enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-# Arguments that differ between groups and launches; Triton must not compile a kernel for each of their values. A
-# group's pairs may begin at any multiple of 4 bytes.
-_PER_GROUP = ("tokens_ptr", "places_ptr", "weights_ptr", "tiles_ptr", "first_tile", "first_pair")
+# Arguments that differ between groups; Triton must not compile a kernel for each of their values.
+_PER_GROUP = ("first_place", "num_places", "first_neuron")
 
 
 @triton.jit(do_not_specialize=_PER_GROUP)
-def _hidden(
-    x_ptr,
-    tokens_ptr,
-    tiles_ptr,
-    first_tile,
-    first_pair,
-    rows,
-    hidden_ptr,
+def _decode_kernel(
+    order_ptr,
+    starts_ptr,
+    first_place,
+    tables,
+    coming,
+    decoded,
     lookup_ptr,
-    NEURONS: tl.constexpr,
-    TILE: tl.constexpr,
+    first_neuron,
+    KINDS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    # A program multiplies a block of an expert's neurons with a tile of its pairs.
-    GATE: tl.constexpr = NEURONS.gate
-    UP: tl.constexpr = NEURONS.up
-    F: tl.constexpr = NEURONS.f
-    D: tl.constexpr = UP.num_cols
-    ROWS: tl.constexpr = TILE.rows
-    TOKENS: tl.constexpr = TILE.tokens
-    COLS: tl.constexpr = TILE.cols
-    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, TOKENS)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = r < F
-    t = tl.load(tokens_ptr + pair, mask=is_pair, other=0)
-    # Both matrices are multiplied in one loop, so that x is loaded once.
-    up_units = tl.load(rows.up + expert * F + r, mask=live, other=0).to(tl.int64)
-    up = tl.zeros([ROWS, TOKENS], tl.float32)
-    if GATE is None:
-        for tile in range(tl.cdiv(D, COLS)):
-            x = load_tokens(x_ptr, t, is_pair, tile, D, COLS)
-            up = add_product(up, rows.arena, up_units, live, tile, x, lookup_ptr, UP, COLS)
-        if UP.bias >= 0:
-            up += load_bias(rows.arena, up_units, live, UP)[:, None]
-        h = act(up, NEURONS.function)
-        a = h
-    else:
-        gate_units = tl.load(rows.gate + expert * F + r, mask=live, other=0).to(tl.int64)
-        gate = tl.zeros([ROWS, TOKENS], tl.float32)
-        for tile in range(tl.cdiv(D, COLS)):
-            x = load_tokens(x_ptr, t, is_pair, tile, D, COLS)
-            up = add_product(up, rows.arena, up_units, live, tile, x, lookup_ptr, UP, COLS)
-            gate = add_product(gate, rows.arena, gate_units, live, tile, x, lookup_ptr, GATE, COLS)
-        if UP.bias >= 0:
-            up += load_bias(rows.arena, up_units, live, UP)[:, None]
-        if GATE.bias >= 0:
-            gate += load_bias(rows.arena, gate_units, live, GATE)[:, None]
-        active, up = act(gate, NEURONS.function), factor(up, NEURONS.function)
-        h = active * up
-        a = up if NEURONS.selector == _BY_UP else active if NEURONS.selector == _BY_GATE else h
-    # Neurons below the threshold do not run: their output is 0.
-    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, TOKENS)  # again, or registers spill (sm_80)
-    h = tl.where(runs(a, tl.load(rows.thresholds + expert)), h, 0.0)
-    places = hidden_ptr + (pair - first_pair)[None, :] * F + r[:, None]
-    tl.store(places, h, mask=live[:, None] & is_pair[None, :])
+    # A program decodes some neurons' rows of all matrices, unless their expert has no tokens.
+    place = first_place + tl.program_id(0)
+    if tl.load(starts_ptr + place) == tl.load(starts_ptr + place + 1):
+        return
+    expert = tl.load(order_ptr + place)
+    kind = tl.load(tables.kind + expert)
+    r = tl.program_id(1) * BLOCK.rows + tl.arange(0, BLOCK.rows)
+    for number in tl.static_range(len(KINDS)):
+        if kind == number:
+            for matrix in tl.static_range(3):
+                if _part(KINDS, number, matrix) is not None:
+                    _decode_matrix(tables, coming, expert, first_neuron + r, r, decoded, lookup_ptr, KINDS, number,
+                                   matrix, SHAPE, BLOCK)  # fmt: skip
 
 
 @triton.jit
-def _pairs_of_tile(tiles_ptr, first_tile, TOKENS: tl.constexpr):
-    """Returns a program's expert, its pairs int32 [TOKENS], and which of these there are.
+def _decode_matrix(
+    tables, coming, expert, neuron, r, decoded, lookup_ptr, KINDS: tl.constexpr, NUMBER: tl.constexpr,
+    MATRIX: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    PART: tl.constexpr = _part(KINDS, NUMBER, MATRIX)
+    IN_SELECTOR: tl.constexpr = _in_selector(KINDS, NUMBER, MATRIX)
+    N: tl.constexpr = SHAPE.num_neurons
+    live, is_out = neuron < SHAPE.f, r < N
+    at_ptr = tables.selector_at if IN_SELECTOR else tables.record_at
+    units = tl.load(at_ptr + expert * SHAPE.f + neuron, mask=live, other=0).to(tl.int64)
+    if coming is not None:
+        begin = tl.load((coming.selectors if IN_SELECTOR else coming.records) + expert)
+        units = tl.where(units < 0, begin + neuron.to(tl.int64) * _units(KINDS, NUMBER, IN_SELECTOR), units)
+    slice_ = (MATRIX * SHAPE.num_experts + tl.program_id(0)) * N
+    values_ptr, factors_ptr = decoded.numbers + slice_.to(tl.int64) * SHAPE.d, decoded.factors + slice_
+    target = HalvesAt(values_ptr, factors_ptr, decoded.stride)
+    # Down rows lie transposed: their product sums over neurons.
+    decode(tables.arena, units, live, r, is_out, target, lookup_ptr, PART, BLOCK, N if MATRIX == _DOWN else 0)
+    if PART.bias >= 0:
+        biases = load_bias(tables.arena, units, live, PART)
+        tl.store(decoded.biases + slice_ + r, tl.where(live, biases, 0.0), mask=is_out)
 
-    The loads are volatile, so that a second call loads again instead of keeping the first one's values in registers.
+
+class _Neurons(NamedTuple):
+    """How neurons' outputs are made of products: constants of kernels."""
+
+    is_gated: bool
+    has_bias: bool
+    selector: int
+    function: int
+
+
+def run_hidden(x: halves.Halves, group: Group, memory: PassMemory) -> None:
+    """Writes the outputs of a slice's neurons for all pairs of a group to `memory.rounded`, as halves.
+
+    They are multiplied by their down rows' factors already.
     """
-    tile_ptr = tiles_ptr + (first_tile + tl.program_id(1)) * 3
-    m = tl.arange(0, TOKENS)
-    expert, begin, count = (
-        tl.load(tile_ptr, volatile=True),
-        tl.load(tile_ptr + 1, volatile=True),
-        tl.load(tile_ptr + 2, volatile=True),
-    )
-    return expert, begin + m, m < count
+    kind, shape, pairs = group.tables.kinds[0], _shape(group, memory), group.pairs
+    by = {"up": _BY_UP, "gate": _BY_GATE}.get(kind.selector, _BY_OUTPUT).value
+    parts = [part.part for each in group.tables.kinds for part in (each.gate, each.up) if part is not None]
+    neurons = _Neurons(kind.gate is not None, any(p.bias >= 0 for p in parts), by, FUNCTIONS[kind.function])
+    tile = halves.product_tile(_pairs_an_expert(pairs), 2 if neurons.is_gated else 1, shape.d, memory.hidden.device)
+    _hidden_kernel[triton.cdiv(shape.num_neurons, tile.rows), _most_tiles(group, tile.tokens)](
+        x.at, pairs.pairs, pairs.order, pairs.starts, group.first, group.number, _decoded(memory),
+        group.tables.thresholds, memory.hidden, neurons, shape, tile, num_warps=tile.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    number = len(pairs.pairs)
+    rounded = halves.Halves(memory.rounded.values[:, :number], memory.rounded.factors)
+    halves.round_rows(memory.hidden[:number], rounded, pairs.starts, group.first, group.number)
+
+
+def _pairs_an_expert(pairs: Pairs) -> int:
+    return -(-len(pairs.pairs) // max(1, len(pairs.order)))
+
+
+def _most_tiles(group: Group, tokens: int) -> int:
+    """Returns how many tiles of pairs a group has at most; programs of the others end at once."""
+    return min(len(group.pairs.pairs), len(group.pairs.pairs) // tokens + group.number)
+
+
+@triton.jit
+def _find_tile(starts_ptr, first_place, num_places, tile, TOKENS: tl.constexpr, MOST: tl.constexpr):
+    """Returns a tile's expert, its first pair and how many it has: no pairs if there is no such tile.
+
+    The expert is its place in the group.
+    """
+    g = tl.arange(0, triton.next_power_of_2(MOST))
+    is_there = g < num_places
+    starts = tl.load(starts_ptr + first_place + g, mask=is_there, other=0)
+    stops = tl.load(starts_ptr + first_place + g + 1, mask=is_there, other=0)
+    tiles = (stops - starts + TOKENS - 1) // TOKENS
+    ends = tl.cumsum(tiles, 0)
+    is_it = (ends > tile) & (ends - tiles <= tile)
+    place = tl.sum(tl.where(is_it, g, 0))
+    begin = tl.sum(tl.where(is_it, starts + (tile - ends + tiles) * TOKENS, 0))
+    return place, begin, tl.minimum(tl.sum(tl.where(is_it, stops, 0)) - begin, TOKENS)
 
 
 @triton.jit(do_not_specialize=_PER_GROUP)
-def _down(
+def _hidden_kernel(
+    x,
+    pairs_ptr,
+    order_ptr,
+    starts_ptr,
+    first_place,
+    num_places,
+    decoded,
+    thresholds_ptr,
     hidden_ptr,
-    places_ptr,
-    weights_ptr,
-    tiles_ptr,
-    first_tile,
-    first_pair,
-    rows,
-    outputs_ptr,
-    lookup_ptr,
-    HOW: tl.constexpr,
+    NEURONS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    # A program computes a tile of columns of a tile of pairs.
-    PART: tl.constexpr = HOW.part
-    F: tl.constexpr = HOW.f
-    D: tl.constexpr = PART.num_cols
-    COLS: tl.constexpr = HOW.tile.cols
-    TOKENS: tl.constexpr = HOW.tile.tokens
-    ROWS: tl.constexpr = HOW.tile.rows
-    tile = tl.program_id(0)
-    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, TOKENS)
-    sums = tl.zeros([COLS, TOKENS], tl.float32)
-    less = tl.zeros([TOKENS], tl.float32)  # what the zeros subtract from every column
-    for block in range(tl.cdiv(F, ROWS)):
-        r = block * ROWS + tl.arange(0, ROWS)
-        units = tl.load(rows.down + expert * F + r, mask=r < F, other=0).to(tl.int64)
-        w = load_tile(rows.arena, units, r < F, tile, lookup_ptr, PART, COLS, TRANSPOSED=True)
-        # Scales belong to rows, so they multiply the neurons' outputs, and codes stay exact.
-        h = load_tokens(hidden_ptr, pair - first_pair, is_pair, block, F, ROWS)
-        if has_scales(PART):
-            scale, zero = load_scales(rows.arena, units, (tile * COLS) // PART.group, r < F, PART)
-            h *= scale[:, None]
-        if HOW.is_bf16:
-            h = h.to(tl.bfloat16)
-        if PART.kind == AFFINE:
-            less += tl.sum(h.to(tl.float32) * zero[:, None], 0)  # rounded as in the product
-        sums += multiply(w, h)
+    # A program multiplies a block of an expert's neurons with a tile of its pairs.
+    N: tl.constexpr = SHAPE.num_neurons
+    G: tl.constexpr = SHAPE.num_experts
+    D: tl.constexpr = SHAPE.d
+    place, begin, count = _find_tile(starts_ptr, first_place, num_places, tl.program_id(1), TILE.tokens, G)
+    if count <= 0:
+        return
+    t = tl.arange(0, TILE.tokens)
+    # Rows and pairs past the last are those again: what is loaded of them is not stored.
+    pair = begin + tl.minimum(t, count - 1)
+    token = (tl.load(pairs_ptr + pair) // SHAPE.k).to(tl.int64)
+    r = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
+    row = place * N + tl.minimum(r, N - 1)
+    up_ptr = decoded.numbers + G * N * D
+    gate_ptr = decoded.numbers if NEURONS.is_gated else None
+    up, gate = sum_products(up_ptr, gate_ptr, decoded.stride, row.to(tl.int64), x.numbers, x.stride, token, D,
+                            SHAPE.halves, TILE)  # fmt: skip
+    x_factor = tl.load(x.factors + token)[None, :]
+    up *= tl.load(decoded.factors + G * N + row)[:, None] * x_factor
+    if NEURONS.has_bias:
+        up += tl.load(decoded.biases + G * N + row)[:, None]
+    # Makes the neurons of the products, and those below the threshold 0.
+    if NEURONS.is_gated:
+        gate *= tl.load(decoded.factors + row)[:, None] * x_factor
+        if NEURONS.has_bias:
+            gate += tl.load(decoded.biases + row)[:, None]
+        active, up = act(gate, NEURONS.function), factor(up, NEURONS.function)
+        h = active * up
+        a = up if NEURONS.selector == _BY_UP else active if NEURONS.selector == _BY_GATE else h
+    else:
+        h = act(up, NEURONS.function)
+        a = h
+    threshold = tl.load(thresholds_ptr + tl.load(order_ptr + first_place + place))
+    h = tl.where(runs(a, threshold), h, 0.0) * tl.load(decoded.factors + 2 * G * N + row)[:, None]
+    places = hidden_ptr + pair.to(tl.int64)[None, :] * N + r[:, None]
+    tl.store(places, h, mask=(r < N)[:, None] & (t < count)[None, :])
+
+
+def run_down(group: Group, first_neuron: int, memory: PassMemory) -> None:
+    """Writes the down products of a slice, the first one's with biases, or adds them, to rows of `memory.outputs`."""
+    shape, pairs, tables = _shape(group, memory), group.pairs, group.tables
+    tile = halves.product_tile(_pairs_an_expert(pairs), 1, shape.num_neurons, memory.hidden.device)
+    _down_kernel[triton.cdiv(shape.d, tile.rows), _most_tiles(group, tile.tokens)](
+        memory.rounded.at, pairs.pairs, pairs.order, pairs.starts, group.first, group.number, _decoded(memory),
+        tables.down_bias, memory.outputs, first_neuron, shape, tile, num_warps=tile.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PER_GROUP)
+def _down_kernel(
+    x,
+    pairs_ptr,
+    order_ptr,
+    starts_ptr,
+    first_place,
+    num_places,
+    decoded,
+    down_bias_ptr,
+    outputs_ptr,
+    first_neuron,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # A program computes some columns of a tile of pairs.
+    N: tl.constexpr = SHAPE.num_neurons
+    G: tl.constexpr = SHAPE.num_experts
+    D: tl.constexpr = SHAPE.d
+    place, begin, count = _find_tile(starts_ptr, first_place, num_places, tl.program_id(1), TILE.tokens, G)
+    if count <= 0:
+        return
+    t = tl.arange(0, TILE.tokens)
+    pair = begin + tl.minimum(t, count - 1)
+    columns = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
+    column = tl.minimum(columns, D - 1)
+    down_ptr = decoded.numbers + (2 * G + place).to(tl.int64) * N * D
+    sums, _ = sum_products(down_ptr, None, decoded.stride, column.to(tl.int64), x.numbers, x.stride,
+                           pair.to(tl.int64), N, SHAPE.halves, TILE)  # fmt: skip
+    sums *= tl.load(x.factors + pair)[None, :]
     # Each pair has a row of its own, so that no sum depends on the order of programs.
-    sums = sums * UNITS[PART.kind] - less[None, :]
-    cols = tile * COLS + tl.arange(0, COLS)
-    if rows.down_bias is not None:
-        sums += tl.load(rows.down_bias + expert * D + cols, mask=cols < D, other=0.0)[:, None]
-    place = tl.load(places_ptr + pair, mask=is_pair, other=0).to(tl.int64)
-    weight = tl.load(weights_ptr + pair, mask=is_pair, other=0.0)
-    mask = (cols < D)[:, None] & is_pair[None, :]
-    tl.store(outputs_ptr + place[None, :] * D + cols[:, None], weight[None, :] * sums, mask=mask)
+    mask = (columns < D)[:, None] & (t < count)[None, :]
+    outputs_ptr += tl.load(pairs_ptr + pair).to(tl.int64)[None, :] * D + columns[:, None]
+    if first_neuron > 0:
+        sums += tl.load(outputs_ptr, mask=mask, other=0.0)
+    elif down_bias_ptr is not None:
+        expert = tl.load(order_ptr + first_place + place).to(tl.int64)
+        sums += tl.load(down_bias_ptr + expert * D + column)[:, None]
+    tl.store(outputs_ptr, sums, mask=mask)
+
+
+def combine(outputs: Tensor, weights: Tensor, y: Tensor) -> None:
+    """Writes the sum of each token's rows of `outputs`, float32 [T k, d], times weights float32 [T, k], to y [T, d]."""
+    num_tokens, d = y.shape
+    _combine_kernel[num_tokens, triton.cdiv(d, _COMBINED)](
+        outputs, weights, y, weights.shape[1], d, _COMBINED, num_warps=4, enable_fp_fusion=True
+    )
 
 
 _COMBINED = 1024  # columns of a program
 
 
 @triton.jit
-def _combine(outputs_ptr, y_ptr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(outputs_ptr, weights_ptr, y_ptr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(K):
-        y += tl.load(outputs_ptr + (t * K + place) * D + c, mask=c < D, other=0.0)
+    for choice in tl.static_range(K):
+        output = tl.load(outputs_ptr + (t * K + choice) * D + c, mask=c < D, other=0.0)
+        y += tl.load(weights_ptr + t * K + choice) * output
     tl.store(y_ptr + t * D + c, y, mask=c < D)

@@ -1,7 +1,7 @@
 """Products with a matrix of the dense part in its stored bytes: for many tokens, for one token, and one row of it.
 
-The twin of `gemm` and `gemv` is `linear` in `compute.matrices`. A program multiplies some blocks of rows, and loads
-the codes of a block while it multiplies the one before.
+The twin of `gemm` and `gemv` is `linear` in `compute.matrices`. For one token a program multiplies some blocks of rows,
+and loads the codes of a block while it multiplies the one before.
 """
 
 from collections.abc import Sequence
@@ -13,53 +13,42 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import NeuronFunction
+from moe_pack.runtime.gpu.kernels import halves
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, Norm, act, factor
 from moe_pack.runtime.gpu.kernels.products import (
     add_part,
-    add_product,
     dot_part,
     has_two_planes,
     load_normed_part,
     load_part,
-    load_tokens,
     load_x_part,
     store_part,
-    tile_cols,
     zero_part,
 )
-from moe_pack.runtime.gpu.kernels.rows import F32, TRELLIS, RowPart, dot_tile, lookup_for, sum_tile
-
-MAX_TOKENS = 64  # that a program takes
-# With two kinds of weights or of sums, codes of 1 bit, or a trellis: with more, registers spill (sm_80).
-MAX_TOKENS_IN_TWO = 32
-_MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of the GPU busy
+from moe_pack.runtime.gpu.kernels.rows import TRELLIS, RowPart, dot_tile, lookup_for, sum_tile
 
 
-def gemm(x: Tensor, matrix: "StoredRows", out: Tensor, *, bias: Tensor | None = None) -> None:
-    """Writes `x @ matrix.T + bias` to `out`; the matrix is decoded in registers only.
+def gemm(
+    x: Tensor, matrix: "StoredRows", out: Tensor, scratch: Tensor, num_halves: int, *, bias: Tensor | None = None
+) -> None:
+    """Writes `x @ matrix.T + bias` to `out`; the matrix is decoded first, as many rows at a time as scratch memory has.
 
-    If x is float32, products are as exact as float32's. If x is bfloat16, the matrix is rounded to bfloat16 (codes are
-    exact in it), and products are summed in float32.
-    Args:    x: float32 or bfloat16 [T, d], contiguous.   matrix: [n, d].   out: float32 [T, n], contiguous.
-             bias: float32 [n].
+    Args:    x: float32 [T, d], contiguous.   matrix: [n, d].   out: float32 [T, n], contiguous.
+             scratch: float16, contiguous, overwritten.   num_halves: float16 numbers for a value: 2 are as exact as
+             float32.   bias: float32 [n].
     """
-    (num_tokens, num_rows), part = out.shape, matrix.part
-    in_two = part.bits == 1 or part.kind in (F32.value, TRELLIS.value)
-    tokens = min(MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
-    programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, 64)
-    tile = TokenTile(tile_cols(part), tokens, 64 if programs >= _MANY_PROGRAMS else 32)
-    _gemm[triton.cdiv(num_rows, tile.rows), triton.cdiv(num_tokens, tokens)](
-        x, matrix.in_memory, bias, out, lookup_for(x.device, part), num_tokens, num_rows, part, tile,
-        num_warps=num_warps(tokens, tile.rows), enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-class TokenTile(NamedTuple):
-    """A program's part of a product of many tokens, as kernels take it: constants."""
-
-    cols: int  # of a step
-    tokens: int
-    rows: int
+    (num_tokens, num_rows), num_cols = out.shape, halves.padded(matrix.part.num_cols)
+    inputs = halves.Halves.allocate(num_halves, num_tokens, num_cols, x.device)
+    halves.round_rows(x, inputs)
+    step = scratch.numel() // (num_halves * num_cols)
+    assert step > 0, "scratch memory has a row"
+    for first in range(0, num_rows, step):
+        number = min(step, num_rows - first)
+        values = scratch.view(-1)[: num_halves * number * num_cols].view(num_halves, number, num_cols)
+        rows = halves.Halves(values, torch.empty(number, device=x.device))
+        halves.decode_rows(matrix.raw, matrix.row_units, matrix.part, first, rows)
+        some = slice(first, first + number)
+        halves.multiply(inputs, rows, out[:, some], None if bias is None else bias[some])
 
 
 class RowBytes(NamedTuple):
@@ -67,31 +56,6 @@ class RowBytes(NamedTuple):
 
     bytes: Tensor  # u8 [n, row bytes]
     units: int  # the bytes of a row, divided by 16
-
-
-def num_warps(block_tokens: int, block_rows: int) -> int:
-    """Returns the warps of a program: so many that its sums stay in registers."""
-    return 8 if block_tokens * block_rows >= 1024 else 4
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-def _gemm(x_ptr, rows, bias_ptr, out_ptr, lookup_ptr, num_tokens, num_rows, PART: tl.constexpr, TILE: tl.constexpr):
-    D: tl.constexpr = PART.num_cols
-    ROWS: tl.constexpr = TILE.rows
-    TOKENS: tl.constexpr = TILE.tokens
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    live, is_token = r < num_rows, t < num_tokens
-    units = r.to(tl.int64) * rows.units
-    # Rows are the larger dimension of a tensor core's product, so that a few tokens fill it too.
-    sums = tl.zeros([ROWS, TOKENS], tl.float32)
-    for tile in range(tl.cdiv(D, TILE.cols)):
-        x = load_tokens(x_ptr, t, is_token, tile, D, TILE.cols)
-        sums = add_product(sums, rows.bytes, units, live, tile, x, lookup_ptr, PART, TILE.cols)
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + r, mask=live, other=0.0)[:, None]
-    places = t.to(tl.int64)[None, :] * num_rows + r[:, None]
-    tl.store(out_ptr + places, sums, mask=live[:, None] & is_token[None, :])
 
 
 FEW_PROGRAMS = 256  # about two for each multiprocessor of a large GPU; with more rows, programs take more blocks

@@ -10,11 +10,8 @@ Codes of a group have one scale: codes in `_chunk` neighbouring words, at the sa
 numbers themselves (`fp8`, `e5m2`, `mxfp4`) are multiplied as `unpack_places` returns them, and have no zeros. A level
 of a trellis is treated as a code that stands first in its word, with one zero for all.
 
-The second half has tiles for tensor cores: some rows by some columns of a part, as codes or values in the order of
-columns. A tile is never wider than a group, so a row's codes in it have one scale, which multiplies the product: codes
-are exact in tf32, as are 16-bit values, and only the other factor needs two parts. If the other factor is bfloat16,
-products take bfloat16, in which codes are exact too. Unlike one hidden state, many hidden
-states are read as they lie: putting codes in order costs little compared with their way to the tensor cores.
+`load_tile` decodes for many hidden states (`halves`): some rows by some columns of a part, in the order of columns. A
+tile is never wider than a group, so that a row's codes in it have one scale.
 """
 
 import triton
@@ -22,7 +19,6 @@ import triton.language as tl
 
 from moe_pack.runtime.gpu.kernels.rows import (
     AFFINE,
-    F32,
     FACTORS,
     TRELLIS,
     UNITS,
@@ -356,44 +352,8 @@ def tile_cols(*parts: RowPart) -> int:
 
 
 @triton.jit
-def add_product(sums, arena_ptr, units, live, tile, x, lookup_ptr, PART: tl.constexpr, COLS: tl.constexpr):
-    """Returns `sums` [R, T] plus a tile's share of rows times `x` [COLS, T], which is zero past the row (`multiply`).
-
-    Args:    units: int64 [R], offsets of the rows in units of 16 bytes.   tile: its columns begin at `tile * COLS`.
-    """
-    w = load_tile(arena_ptr, units, live, tile, lookup_ptr, PART, COLS)
-    if PART.kind == AFFINE:
-        scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART.group, live, PART)
-        sums += scale[:, None] * (multiply(w, x) - zero[:, None] * tl.sum(x.to(tl.float32), 0)[None, :])
-    elif has_scales(PART):
-        scale, _ = load_scales(arena_ptr, units, (tile * COLS) // PART.group, live, PART)
-        sums += scale[:, None] * (multiply(w, x) * UNITS[PART.kind])
-    elif PART.kind == F32 and x.dtype == tl.float32:
-        sums = tl.dot(w, x, sums, input_precision="tf32x3")
-    else:
-        sums += multiply(w, x)
-    return sums
-
-
-@triton.jit
-def multiply(w, x):
-    """Returns w float32 [M, K] times x [K, N]: exact if x is float32 (`dot_exact`); w is rounded if x is bfloat16."""
-    return tl.dot(w.to(tl.bfloat16), x) if x.dtype == tl.bfloat16 else dot_exact(w, x)
-
-
-@triton.jit
-def dot_exact(w, x):
-    """Returns w [M, K], exact in tf32, times x [K, N] in two tf32 parts, which have 21 of its 24 bits or more."""
-    high = (x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
-    low = tl.dot(w, x - high, input_precision="tf32")
-    return tl.dot(w, high, low, input_precision="tf32")
-
-
-@triton.jit
-def load_tile(
-    arena_ptr, units, live, tile, lookup_ptr, PART: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr = False
-):
-    """Loads codes or values as `unpack_places` returns them: float32 [R, COLS], or [COLS, R] if TRANSPOSED.
+def load_tile(arena_ptr, units, live, tile, lookup_ptr, PART: tl.constexpr, COLS: tl.constexpr):
+    """Loads codes or values as `unpack_places` returns them: float32 [R, COLS].
 
     They are zeros past the row and for rows that are not live. A block is `8 / BITS` runs of columns; each run has its
     own bits of every byte, and a word has one code of a run in each of its 4 bytes.
@@ -433,19 +393,7 @@ def load_tile(
         mask = live[:, None] & (w < PART.num_cols // SQ)[None, :]
         values = _unpack((_read_words(arena_ptr, units, w, mask, PART)[:, None, :],), lookup_ptr, PART)
         values = tl.reshape(values, [R, 1, SQ, COLS // SQ])
-    if TRANSPOSED:  # here, where it costs nothing: sm_100 cannot compile a product with a tile transposed later
-        tile_values = tl.reshape(tl.permute(values, [1, 3, 2, 0]), [COLS, R])
-    else:
-        tile_values = tl.reshape(tl.permute(values, [0, 1, 3, 2]), [R, COLS])
-    return tile_values
-
-
-@triton.jit
-def load_tokens(x_ptr, t, is_token, tile, D: tl.constexpr, COLS: tl.constexpr):
-    """Loads COLS columns from `tile * COLS` on of rows `t` of x [T, D]: float32 [COLS, len(t)], zeros past the row."""
-    cols = tile * COLS + tl.arange(0, COLS)
-    mask = is_token[None, :] & (cols < D)[:, None]
-    return tl.load(x_ptr + t.to(tl.int64)[None, :] * D + cols[:, None], mask=mask, other=0.0)
+    return tl.reshape(tl.permute(values, [0, 1, 3, 2]), [R, COLS])
 
 
 @triton.jit

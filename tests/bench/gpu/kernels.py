@@ -27,26 +27,21 @@ from gpu.transfers import Experts, Model, Stored, make_experts, make_matrices, o
 from moe_pack.formats import Selector
 from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
-from moe_pack.runtime.gpu.kernels.grouped import (
-    ExpertGroup,
-    TilePlan,
-    combine,
-    max_pairs,
-    pairs_by_expert,
-    plan_tiles,
-    run_group,
-)
+from moe_pack.runtime.gpu.kernels.grouped import Group, PassMemory, combine, run_group, sort_pairs
+from moe_pack.runtime.gpu.kernels.halves import Halves, round_rows
 from moe_pack.runtime.gpu.kernels.matmul import gemm, gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.kernels.tables import Landing, LeftToCpu, RunningNeurons
+from moe_pack.runtime.gpu.slicing import Slicing
 from moe_pack.runtime.model.caches import KvDtype, RowStorage
 
 MIXTRAL, QWEN3 = Model("Mixtral-8x7B", 4096, 14336, 2), Model("Qwen3-30B-A3B", 2048, 768, 8)
 _GPT_OSS, _TINY = Model("gpt-oss-120b", 2880, 2880, 4), Model("tiny", 128, 96, 2)
 _SPARSITIES, _TABLE_1 = (0.0, 0.8), (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 _KV_DTYPES: tuple[KvDtype, ...] = ("bf16", "q8", "q4")
-_TOKENS = (16, 128, 512)
+_TOKENS = (16, 128, 512, 2048)
+_SCRATCH_BYTES = 256 << 20  # of a pass of 2,048 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +224,10 @@ def _gemm(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored
         x = torch.randn(tokens, cols).to(timer.clock.device)
         out, work = torch.zeros(tokens, rows, device=x.device), rows * cols * tokens
 
-        def product(i: int, x: Tensor = x, out: Tensor = out) -> None:
-            gemm(x, matrices[i], out)
+        scratch = torch.empty(2 * rows * cols, dtype=torch.float16, device=x.device)
+
+        def product(i: int, x: Tensor = x, out: Tensor = out, scratch: Tensor = scratch) -> None:
+            gemm(x, matrices[i], out, scratch, 2)
 
         timed = timer.timed(num_bytes, product, copies)
         results.add(DenseTime("gemm", rows, cols, bits, tokens, _tflops(work, timed), timed))
@@ -241,39 +238,42 @@ def _gemm(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored
 
 
 def _many(results: Results, timer: ByteClock, model: Model, num_experts: int) -> None:
-    """All experts of a layer in a pass of so many tokens: as exact as float32's products, and bfloat16's."""
+    """All experts of a layer in a pass of so many tokens: as exact as float32's products, and with one float16."""
     device, experts, k = timer.clock.device, make_experts(timer.clock, model, "up", 2, 4), model.k
     # Activations are about normal, of deviation 1: 0.8 of them lie below this.
     experts.tables.thresholds.fill_(1.28)
     tables, draw = experts.tables, np.random.default_rng(0)
     assert tables.selector_at is not None
     copies = torch.arange(num_experts, device=device) % len(tables.record_at)
-    group = ExpertGroup(
-        tables.arena, tables.selector_at[copies], tables.record_at[copies], tables.thresholds[copies], tables.kinds
-    )
+    layer = replace(
+        tables, selector_at=tables.selector_at[copies], record_at=tables.record_at[copies],
+        thresholds=tables.thresholds[copies], kind=tables.kind[copies],
+    )  # fmt: skip
+    order = torch.arange(num_experts, dtype=torch.int32, device=device)
     for tokens in (3,) if timer.clock.is_rehearsal else _TOKENS:
-        routes = np.stack([draw.permutation(num_experts)[:k] for _ in range(tokens)])
-        pairs = pairs_by_expert(routes, np.full((tokens, k), 1 / k, np.float32), np.arange(num_experts))
-        num_bytes = int((pairs.counts > 0).sum()) * (experts.selector_bytes + model.f * experts.record_bytes)
-        listed = [torch.from_numpy(each).to(device) for each in pairs[:3]]
-        hidden = torch.zeros((max_pairs(tokens, k, model.f), model.f), device=device)
-        outputs, y = (torch.zeros(rows, model.d, device=device) for rows in (tokens * k, tokens))
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.randn(tokens, model.d).to(device, dtype)
-            kind_idx, is_bf16 = np.zeros(num_experts, np.int64), dtype == torch.bfloat16
-            plan = plan_tiles(pairs.counts, kind_idx, group.kinds, len(hidden), is_bf16)
-            tiles = torch.from_numpy(plan.tiles).to(device)
+        routes = torch.from_numpy(np.stack([draw.permutation(num_experts)[:k] for _ in range(tokens)])).to(device)
+        num_bytes = len(routes.unique()) * (experts.selector_bytes + model.f * experts.record_bytes)
+        x, weights = torch.randn(tokens, model.d).to(device), torch.full((tokens, k), 1 / k, device=device)
+        y = torch.zeros_like(x)
+        for num_halves in (1, 2):
+            sizes = (model.f, model.d, num_experts, num_halves, _SCRATCH_BYTES)
+            slicing = Slicing.of(*sizes)
+            memory = PassMemory.allocate(*slicing, model.d, tokens * k, num_halves, device)
+            rounded = Halves.allocate(num_halves, tokens, model.d, device)
 
             def runs(
-                number: int, x: Tensor = x, listed: list[Tensor] = listed, plan: TilePlan = plan, tiles: Tensor = tiles,
-                hidden: Tensor = hidden, outputs: Tensor = outputs, y: Tensor = y
+                number: int, x: Tensor = x, routes: Tensor = routes, weights: Tensor = weights, y: Tensor = y,
+                memory: PassMemory = memory, rounded: Halves = rounded, together: int = slicing.num_experts
             ) -> None:  # fmt: skip
-                run_group(x, listed[0], listed[1], listed[2], group, plan, tiles, hidden, outputs)
-                combine(outputs, y)
+                pairs = sort_pairs(routes, order, num_experts)
+                round_rows(x, rounded)
+                for first in range(0, num_experts, together):
+                    run_group(rounded, Group(pairs, layer, first, min(together, num_experts - first)), memory)
+                combine(memory.outputs, weights, y)
 
             timed = timer.timed(num_bytes, runs, 1)
             work = 3 * model.d * model.f * tokens * k
-            name = f"{num_experts} experts of many tokens, {model.name}{', bf16' if is_bf16 else ''}"
+            name = f"{num_experts} experts of many tokens, {model.name}{', fast' if num_halves == 1 else ''}"
             results.add(DenseTime(name, model.f, model.d, "2/4", tokens, _tflops(work, timed), timed))
 
 

@@ -191,9 +191,8 @@ def test_experts_stream_through_the_ring_as_they_are_in_the_pack(opened: tuple[P
             stream.begin_pass()
             waiting = [key for key in keys if not stream.is_static(key)]
             while waiting:
-                coming = []
-                while waiting and stream.request(waiting[0]):
-                    coming.append(waiting.pop(0))
+                number = stream.request(waiting)
+                coming, waiting = waiting[:number], waiting[number:]
                 assert coming, "the largest expert has space"
                 for key in coming:
                     entry = stream.find(key)

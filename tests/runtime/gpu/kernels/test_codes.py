@@ -35,7 +35,7 @@ def multiplied(x: Tensor, rows: Tensor, part: RowPart, device: torch.device) -> 
     one, many = torch.full((len(rows),), torch.inf), torch.full((len(x), len(rows)), torch.inf)
     one, many, x, rows = one.to(device), many.to(device), x.to(device), rows.to(device)
     gemv(x[0], StoredRows(rows, part), one)
-    gemm(x, StoredRows(rows, part), many)
+    gemm(x, StoredRows(rows, part), many, torch.empty(1 << 20, dtype=torch.float16, device=device), 2)
     return one.cpu(), many.cpu()
 
 
