@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 from moe_pack import formats
 from moe_pack.runtime.gpu import placements
+from moe_pack.runtime.gpu.slicing import EXACT_HALVES, Slicing
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import budgets
 from moe_pack.runtime.offload.budgets import cache_bytes
 
 # Left free if no budget is given: the GPU may drive a display, whose next allocation must not fail.
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 0.03, 256 << 20
+# Tokens of a forward pass, where memory allows: longer passes bring experts over the link less often.
+MOST_CHUNK_TOKENS = 2048
 LOGITS_AT_ONCE = 16  # tokens: those of a whole pass would take more memory than all else in it
 _OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
 
@@ -37,14 +40,16 @@ def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts =
 
     def fixed(chunk_tokens: int) -> budgets.FixedParts:
         cache = cache_bytes(spec, context_tokens, chunk_tokens, costs.kv_dtype)
-        workspace = budgets.workspace_bytes(spec, chunk_tokens)
+        workspace = budgets.workspace_bytes(spec, chunk_tokens, LOGITS_AT_ONCE, has_kernels=False)
+        division = Slicing.for_passes(layout, chunk_tokens, EXACT_HALVES)
+        workspace += division.num_bytes(layout, chunk_tokens, EXACT_HALVES)
         if costs.kv_dtype in ("q8", "q4"):  # which torch dequantizes for prompts
             workspace += budgets.decoded_cache_bytes(
                 spec, context_tokens, chunk_tokens, costs.kv_dtype, has_kernels=False
             )
         return budgets.FixedParts(dense, cache, workspace, overhead=costs.overhead_bytes)
 
-    longest = budgets.most_chunk_tokens(context_tokens)
+    longest = min(MOST_CHUNK_TOKENS, max(context_tokens, budgets.LEAST_PREFILL_TOKENS))
     return budgets.MemoryNeeds(
         fixed, longest, budgets.LEAST_PREFILL_TOKENS, least.num_bytes, whole.num_bytes, usual_share=8
     )

@@ -26,7 +26,6 @@ from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import budgets, cache
 
 _ROUNDING_BYTES = 4 << 20  # the driver allocates in pieces of 2 MiB
-_LENGTH_STEP = 16  # tokens: lengths in between use the same kernels (`gemm`)
 _HEADS = ("head", "embed")  # the roles that can give logits
 # An allocation of torch with so many bytes or more has a piece of the driver's memory of its own. Smaller ones share
 # pieces of 20 MiB, and there may be one piece more than was measured.
@@ -50,7 +49,7 @@ class GpuInputs:
     popularity: NDArray[Any]  # [L, E], how often experts are chosen, in any unit
     eviction: Callable[[cache.CacheFacts], cache.Eviction]  # returns the policy for a cache of experts
     dynamic_share: float = placements.DYNAMIC_SHARE  # of the memory, for records that come and go; 0: none do
-    is_fast: bool = False  # whether prompts are computed in bfloat16
+    is_fast: bool = False  # whether a value in prompts is one float16 number, and not two
     needs_scores: bool = False  # whether the policy uses the routers' scores of all experts
     prediction: PredictionPlan | None = None  # of experts, whose records the link brings ahead; None: none
     # Resident experts replace missing ones with low scores, as in `runtime.offload.split.substitute`, which changes the
@@ -224,13 +223,13 @@ def run_everything(pack: formats.Pack, built: GpuEngine, chunk_tokens: int) -> N
     """Runs every kernel that the engine can launch, and its longest passes.
 
     Afterwards no prompt and no token loads another kernel or takes more memory. The kernel of a product depends on the
-    number of tokens, in steps of 16 or more, and on the format of rows: an expert of each format, and a matrix of each
+    number of tokens, in powers of two, and on the format of rows: an expert of each format, and a matrix of each
     format and shape, run with every such number. Torch's unused memory is given back before the passes, which show how
     much memory is needed.
     """
     decoder, weights, device = built.decoder, built.weights, built.decoder.device
     d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
-    lengths = {1, *range(_LENGTH_STEP, chunk_tokens, _LENGTH_STEP), chunk_tokens}
+    lengths = {*(1 << power for power in range(chunk_tokens.bit_length())), chunk_tokens}
     for length in sorted(lengths, reverse=True):  # the allocator cuts shorter ones from what the longest has left
         for layer_idx, experts in _experts_of_each_format(pack):
             chosen = torch.tensor(experts, device=device).expand(length, k)

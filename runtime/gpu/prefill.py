@@ -182,11 +182,11 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         # int64 [L, E]: on the device, in how many passes an expert had tokens; its size, in host memory.
         self._num_passes = torch.zeros((len(memory.kinds), num_experts), dtype=torch.int64, device=device)
         self._sizes = torch.tensor([[expert.num_bytes for expert in layer] for layer in pack.layout.experts])
-        super().__init__(pack, device, GpuOperations())
+        super().__init__(pack, device, GpuOperations(attends_in_half=is_fast))
 
-    @property  # type: ignore[override]  # the device counts, so that no pass waits for it
+    @property
     def bytes_read(self) -> int:
-        """The bytes of experts that had tokens, each counted once a pass."""
+        """The bytes of experts that had tokens, each counted once a pass; the device counts, so that no pass waits."""
         return int((self._num_passes.cpu() * self._sizes).sum())
 
     @bytes_read.setter
@@ -211,7 +211,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
     ) -> Tensor:
         """Returns the weighted sum of a layer's routed experts [T, k] for tokens x float32 [T, d]."""
         inputs = to_experts(x, self, layer_idx)
-        rounded = halves.Halves.allocate(self._num_halves, *x.shape, self._device)
+        rounded = halves.Halves.allocate(self._num_halves, len(x), x.shape[1], self._device)
         halves.round_rows(inputs.contiguous(), rounded)
         memory = self._own._replace(outputs=self._own.outputs[: experts.numel()])
         others = on_cpu = None

@@ -438,20 +438,23 @@ def decoded_cache_bytes(
     return most
 
 
-def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: int = 1) -> int:
+def workspace_bytes(
+    spec: formats.ModelSpec, chunk_tokens: int, num_sequences: int = 1, has_kernels: bool = True
+) -> int:
     """Returns the most bytes that a pass of `chunk_tokens` tokens needs besides weights and cache.
 
-    Args:    num_sequences: that get logits from a pass.
+    Args:    num_sequences: that get logits from a pass.   has_kernels: whether the CPU's kernels run experts; if not,
+             memory for experts is not counted.
     """
     d, k, E = spec.hidden_size, spec.router.num_experts_per_tok, spec.router.num_experts
     width = max(attention.width for attention, _ in spec.attention_kinds)
     hidden = [role.shape[0] for role in formats.dense_roles(spec) if role.name.endswith((".up", ".gate"))]
-    widest = max([spec.expert.intermediate_size, *hidden])
+    widest = max([spec.expert.intermediate_size if has_kernels else 0, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
     mixing = 0 if spec.mixer is None else spec.mixer.width
     mixing = mixing if spec.ngrams is None else max(mixing, spec.ngrams.width(spec.stream_width))
     streams = 0 if spec.residual is None else 6 * spec.stream_width  # normed, gated, weighted, and before and after
-    floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + k * d
+    floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + (k * d if has_kernels else 0)
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
     # Where inputs are rounded: an expert's inputs and the outputs of its neurons, or a dense matrix's inputs.
@@ -460,7 +463,8 @@ def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: i
     floats = chunk_tokens * floats + 4 * num_sequences * spec.vocab_size + _mixer_floats(spec)
     positions, pieces = spec.max_position_embeddings, _PIECES
     scores = max(attention.score_bytes(chunk_tokens, positions, pieces) for attention, _ in spec.attention_kinds)
-    return 4 * floats + few + many + scores + ngram_bytes(spec) + _THREADS_BYTES
+    kernels = few + many + _THREADS_BYTES if has_kernels else 0
+    return 4 * floats + kernels + scores + ngram_bytes(spec)
 
 
 def most_verified_tokens(spec: formats.ModelSpec, chunk_tokens: int, most: int) -> int:

@@ -273,7 +273,7 @@ def run_hidden(x: halves.Halves, group: Group, memory: PassMemory) -> None:
     by = {"up": _BY_UP, "gate": _BY_GATE}.get(kind.selector, _BY_OUTPUT).value
     parts = [part.part for each in group.tables.kinds for part in (each.gate, each.up) if part is not None]
     neurons = _Neurons(kind.gate is not None, any(p.bias >= 0 for p in parts), by, FUNCTIONS[kind.function])
-    tile = halves.product_tile(_pairs_an_expert(pairs), 2 if neurons.is_gated else 1, shape.d, memory.hidden.device)
+    tile = halves.product_tile(_pairs_an_expert(pairs), 2 if neurons.is_gated else 1, shape.d)
     _hidden_kernel[triton.cdiv(shape.num_neurons, tile.rows), _most_tiles(group, tile.tokens)](
         x.at, pairs.pairs, pairs.order, pairs.starts, group.first, group.number, _decoded(memory),
         group.tables.thresholds, memory.hidden, neurons, shape, tile, num_warps=tile.num_warps, enable_fp_fusion=True,
@@ -366,7 +366,7 @@ def _hidden_kernel(
 def run_down(group: Group, first_neuron: int, memory: PassMemory) -> None:
     """Writes the down products of a slice, the first one's with biases, or adds them, to rows of `memory.outputs`."""
     shape, pairs, tables = _shape(group, memory), group.pairs, group.tables
-    tile = halves.product_tile(_pairs_an_expert(pairs), 1, shape.num_neurons, memory.hidden.device)
+    tile = halves.product_tile(_pairs_an_expert(pairs), 1, shape.num_neurons)
     _down_kernel[triton.cdiv(shape.d, tile.rows), _most_tiles(group, tile.tokens)](
         memory.rounded.at, pairs.pairs, pairs.order, pairs.starts, group.first, group.number, _decoded(memory),
         tables.down_bias, memory.outputs, first_neuron, shape, tile, num_warps=tile.num_warps, enable_fp_fusion=True,

@@ -229,14 +229,14 @@ _USED_BYTES = 4096  # of shared memory, by what is no tile
 _MUCH_SHARED_BYTES = 200_000  # of a program: on sm_90 and 100, whose tiles do not stand in registers
 
 
-def product_tile(num_tokens: int, num_matrices: int, num_cols: int, device: torch.device) -> ProductTile:
+def product_tile(num_tokens: int, num_matrices: int, num_cols: int) -> ProductTile:
     """Returns the tile for products of about so many tokens with one or two matrices of weights at once.
 
-    Args:    num_cols: of rows, a multiple of 64.   device: by whose shared memory the tile is chosen.
+    Args:    num_cols: of rows, a multiple of 64.
     """
     if INTERPRETED:  # numpy takes as long for large tiles
         return ProductTile(64, 64, min(num_cols & -num_cols, 512), 1, 4)
-    shared_bytes = _shared_bytes(device)
+    shared_bytes = _shared_bytes()
     tokens = min(_MOST_TOKENS, max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens)))
     rows = 128 if shared_bytes > _MUCH_SHARED_BYTES or num_matrices == 1 else 64
     step_bytes = 2 * 64 * (rows * num_matrices + tokens)
@@ -246,10 +246,9 @@ def product_tile(num_tokens: int, num_matrices: int, num_cols: int, device: torc
     )
 
 
-def _shared_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-    driver = triton.runtime.driver.active  # kernels are compiled ahead, with tensors on the CPU
+def _shared_bytes() -> int:
+    """Returns the shared memory that one program may take on the current GPU."""
+    driver = triton.runtime.driver.active
     return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
 
 
@@ -290,7 +289,7 @@ def multiply(x: Halves, rows: Halves, out: Tensor, bias: Tensor | None = None) -
              bias: float32 [n].
     """
     (num_tokens, num_rows), num_cols = out.shape, x.values.shape[2]
-    tile = product_tile(num_tokens, 1, num_cols, out.device)
+    tile = product_tile(num_tokens, 1, num_cols)
     _multiply_kernel[triton.cdiv(num_rows, tile.rows), triton.cdiv(num_tokens, tile.tokens)](
         x.at, rows.at, bias, out, num_tokens, num_rows, out.stride(0), num_cols, len(x.values), tile,
         num_warps=tile.num_warps, enable_fp_fusion=True,

@@ -54,7 +54,8 @@ def rotate_back(
 class GpuOperations(Operations):
     """The operations on a GPU outside of a captured token: plain torch, but rotations, which would be many launches."""
 
-    def __init__(self) -> None:
+    def __init__(self, attends_in_half: bool = False) -> None:
+        self.attends_in_half = attends_in_half
         self._matrices: dict[tuple[int, torch.device], Tensor] = {}
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:

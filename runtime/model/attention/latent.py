@@ -206,7 +206,8 @@ class Latent(shared.LayerAttention):
                     q[heads], keys, values, attn_mask=seen, scale=spec.scale
                 )
             else:
-                yield softmax.fused_attention(q[heads], keys, values, seen, False, spec.scale)
+                in_half = self.weights.operations.attends_in_half
+                yield softmax.fused_attention(q[heads], keys, values, seen, False, spec.scale, in_half)
 
 
 def _rotated(x: Tensor, spec: parts.IndexerSpec, angles: ropes.Angles) -> Tensor:

@@ -37,7 +37,12 @@ class HeadNorms:
 
 
 class Operations:
-    """The operations in plain torch, on any device."""
+    """The operations in plain torch, on any device.
+
+    `attends_in_half`: whether a GPU's attention rounds queries, keys and values of many tokens to float16.
+    """
+
+    attends_in_half = False
 
     def tokens_alone(self) -> AbstractContextManager[None]:
         """Returns a context in which a token's bits do not depend on the tokens next to it; torch has no such thing."""
@@ -79,7 +84,7 @@ class Operations:
         q, k = ropes.rotate(q, angles, interleaved), ropes.rotate(k, angles, interleaved)
         if norms is not None and norms.is_last:
             q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
-        return softmax.attend_new(q, k, v, view)
+        return softmax.attend_new(q, k, v, view, self.attends_in_half)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""

@@ -15,6 +15,7 @@ MAX_DECODED_BYTES = 16 << 20  # the most that an operation dequantizes at once
 # at 8,192 tokens.
 MAX_SCORE_BYTES = 64 << 20
 _FUSED_DIMS = 4  # a GPU's fused attention takes head dimensions of float32 that are multiples of it
+_HALF_DIMS = 8  # and of float16
 _ALL = slice(None)
 
 
@@ -31,8 +32,11 @@ class View:
     chosen: Tensor | None = None
 
 
-def attend_new(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
-    """Returns the attention of new tokens' rotated q, k, v [heads, T, n], float32 [T, heads * n]; caches k and v."""
+def attend_new(q: Tensor, k: Tensor, v: Tensor, view: View, in_half: bool = False) -> Tensor:
+    """Returns the attention of new tokens' rotated q, k, v [heads, T, n], float32 [T, heads * n]; caches k and v.
+
+    Args:    in_half: as of `fused_attention`, where that is used.
+    """
     cache, spec, window, chosen = view.cache, view.spec, view.window, view.chosen
     start, num_tokens, chunked = cache.num_tokens, q.shape[1], spec.chunked
     first = _first_seen(window, start, chunked)
@@ -51,7 +55,7 @@ def attend_new(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         piece_first = _first_seen(window, at, chunked)
         seen = slice(piece_first - first, at + piece.shape[1] - first)
         own = keys[:, seen], values[:, seen]
-        mixed.append(_attend_piece(piece, *own, at, piece_first, spec.scale, window, view.sinks, chunked))
+        mixed.append(_attend_piece(piece, *own, at, piece_first, spec.scale, window, view.sinks, chunked, in_half))
     return joined(mixed, dim=1).transpose(0, 1).flatten(1)
 
 
@@ -90,6 +94,7 @@ def _attend_piece(
     window: int | None,
     sinks: Tensor | None,
     chunked: bool,
+    in_half: bool,
 ) -> Tensor:
     """Returns the attention of queries from position `start` on over keys from `first` on, [heads, T, value_dim]."""
     stop = start + q.shape[1]
@@ -100,12 +105,12 @@ def _attend_piece(
     if not is_fused:
         return _softmax_attention(q, keys, values, seen, scale, sinks)
     if sinks is not None:
-        return attend_with_sinks(q, keys, values, seen, scale, sinks)
-    return _attend_seen(q, keys, values, seen, is_causal, scale)
+        return attend_with_sinks(q, keys, values, seen, scale, sinks, in_half)
+    return _attend_seen(q, keys, values, seen, is_causal, scale, in_half)
 
 
 def attend_with_sinks(
-    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float, sinks: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float, sinks: Tensor, in_half: bool = False
 ) -> Tensor:
     """Returns `softmax(scale * q @ keys^T) @ values` of each head, with one more logit in its softmax, without a value.
 
@@ -118,12 +123,20 @@ def attend_with_sinks(
     least = torch.finfo(torch.float32).min  # minus infinity times 0 is NaN
     q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
     seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
-    return fused_attention(q, keys, values, seen, False, scale)
+    return fused_attention(q, keys, values, seen, False, scale, in_half)
 
 
-def _attend_seen(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def _attend_seen(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    in_half: bool = False,
+) -> Tensor:
     if q.device.type != "cpu":
-        return fused_attention(q, keys, values, seen, is_causal, scale)
+        return fused_attention(q, keys, values, seen, is_causal, scale, in_half)
     if values.shape[-1] != q.shape[-1]:
         return _softmax_attention(q, keys, values, seen, scale, None)
     mixed: Tensor = torch.nn.functional.scaled_dot_product_attention(
@@ -203,7 +216,13 @@ def _attend_blocks(
 
 
 def fused_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    in_half: bool = False,
 ) -> Tensor:
     """Returns `softmax(scale * q @ keys^T) @ values` of each head, in the form for which a GPU stores no scores.
 
@@ -213,17 +232,20 @@ def fused_attention(
 
     Args:    q: float32 [heads, T, n].   keys: float32 [kv_heads, S, n].   values: float32 [kv_heads, S, v].   mask:
              bool [T, S], the positions that each query sees; None: all, or those up to its own if `is_causal`.
+             in_half: whether queries, keys and values are rounded to float16; their sums stay float32.
     Returns: float32 [heads, T, v].
     Source:  PyTorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention.
     """
     num_kv_heads, v = len(keys), values.shape[-1]
-    q, keys, values = (_padded(each, _FUSED_DIMS) for each in (q, keys, values))
+    if in_half:
+        q, keys, values, scale = (q * scale).half(), keys.half(), values.half(), 1.0
+    q, keys, values = (_padded(each, _HALF_DIMS if in_half else _FUSED_DIMS) for each in (q, keys, values))
     q = q.reshape(num_kv_heads, len(q) // num_kv_heads, *q.shape[1:])  # a view
     keys, values = (each[:, None].expand(-1, q.shape[1], -1, -1) for each in (keys, values))
     mixed = torch.nn.functional.scaled_dot_product_attention(
         q, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale
     )
-    return mixed.flatten(0, 1)[..., :v]
+    return mixed.flatten(0, 1)[..., :v].float()
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:

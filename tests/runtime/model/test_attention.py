@@ -267,6 +267,9 @@ def test_the_form_for_a_gpu_has_the_same_attention() -> None:
                     q[None], keys[None], values[None], seen, is_causal=is_causal, scale=0.3, enable_gqa=True
                 )
                 assert_near(fused_attention(q, keys, values, seen, is_causal, 0.3), expected[0])
+                rounded = fused_attention(q, keys, values, seen, is_causal, 0.3, in_half=True)
+                assert not torch.equal(rounded, expected[0])
+                torch.testing.assert_close(rounded, expected[0], atol=1e-2, rtol=1e-2)
 
 
 def test_on_other_devices_attention_has_the_form_that_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
