@@ -101,9 +101,11 @@ class GpuEngine:
             self.memory = opened.enter_context(closing(ExpertMemory(pack, placement, inputs.host, device)))
             exchange = cpu_share.Exchange.allocate(pack, placement, device.type == "cuda")
             share, prompt_share = _cpu_shares(inputs, placement, exchange, opened)
+            spare_bytes = expert_bytes - placement.num_bytes if placement.is_whole else 0
             self.weights = GpuWeights(
-                pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
-            )
+                pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast,
+                spare_bytes,
+            )  # fmt: skip
             step = token_step.StepInputs(
                 queues=queues,
                 host=inputs.host,

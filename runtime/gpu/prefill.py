@@ -157,6 +157,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
     Args:    chunk_tokens: of a forward pass, at most.   tier: the CPU's own engine, which runs experts that are not in
              GPU memory; None if `host` has them all.   share: the CPU's of missing experts; None if all are copied.
              is_fast: whether a value of many tokens is one float16 number, and not two; routers' products stay exact.
+             spare_bytes: of the device's memory, as of `Slicing.for_passes`.
     """
 
     def __init__(
@@ -170,10 +171,11 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         tier: model.ExpertRunner | None = None,
         share: PromptShare | None = None,
         is_fast: bool = False,
+        spare_bytes: int = 0,
     ) -> None:
         self._num_halves = slicing.FAST_HALVES if is_fast else slicing.EXACT_HALVES
         d, num_pairs = pack.spec.hidden_size, chunk_tokens * pack.spec.router.num_experts_per_tok
-        self._slicing = slicing.Slicing.for_passes(pack.layout, chunk_tokens, self._num_halves)
+        self._slicing = slicing.Slicing.for_passes(pack.layout, chunk_tokens, self._num_halves, spare_bytes)
         self._own = grouped.PassMemory.allocate(*self._slicing, d, num_pairs, self._num_halves, device)
         self.memory, self.stream = memory, ExpertStream(pack, memory, host, queues)
         self._queues, self._tier, self._share = queues, tier, share

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from moe_pack import formats
 
 FAST_HALVES, EXACT_HALVES = 1, 2  # float16 numbers of a value
-_TOKEN_BYTES = 128 << 10  # scratch memory for each token of a pass: longer passes pay for longer products
-_MOST_BYTES = 512 << 20  # with more, no pass is faster
+_TOKEN_BYTES = 512 << 10  # scratch memory for each token of a pass: short ones cannot fill larger products
+_MOST_BYTES = 256 << 20  # a slice of it has some hundred programs; experts have the rest
 _BLOCK = 64  # neurons of a slice are a multiple of it
 _LEAST_SLICE = 512  # neurons, if experts do not fit as a whole: with fewer, sums of down are short and programs few
 
@@ -32,11 +32,24 @@ class Slicing(NamedTuple):
         return cls(together, -(-num_rows // (num_slices * _BLOCK)) * _BLOCK)
 
     @classmethod
-    def for_passes(cls, layout: formats.PackLayout, chunk_tokens: int, num_halves: int) -> "Slicing":
-        """Returns the division for passes of at most so many tokens."""
+    def for_passes(
+        cls, layout: formats.PackLayout, chunk_tokens: int, num_halves: int, spare_bytes: int = 0
+    ) -> "Slicing":
+        """Returns the division for passes of at most so many tokens.
+
+        Args:    spare_bytes: of the GPU, which nothing else needs: where it has space for more at once, a pass has
+                 fewer launches.
+        """
         spec = layout.spec
         sizes = (spec.expert.intermediate_size, spec.hidden_size, spec.router.num_experts, num_halves)
-        return cls.of(*sizes, min(_TOKEN_BYTES * chunk_tokens, _MOST_BYTES))
+        usual_bytes = min(_TOKEN_BYTES * chunk_tokens, _MOST_BYTES)
+        usual = found = cls.of(*sizes, usual_bytes)
+        most = usual.num_bytes(layout, chunk_tokens, num_halves) + spare_bytes
+        while found != (larger := cls.of(*sizes, usual_bytes := 2 * usual_bytes)):
+            if larger.num_bytes(layout, chunk_tokens, num_halves) > most:
+                break
+            found = larger
+        return found
 
     def num_bytes(self, layout: formats.PackLayout, chunk_tokens: int, num_halves: int) -> int:
         """Returns the memory of passes: decoded rows, and neurons and outputs of all pairs of tokens and experts."""

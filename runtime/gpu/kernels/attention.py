@@ -19,8 +19,7 @@ or in the pack's row layout, as they lie: for each head `nope` rows of W_k, then
 attention of `runtime.model.attention`.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,7 +31,7 @@ from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.gpu.kernels.rotation import hadamard_stage
-from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for
+from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for, loop_range
 from moe_pack.runtime.model.caches import Angles, RowStorage, block_sizes
 
 
@@ -131,14 +130,6 @@ _PIECE = 64
 _PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 _MAX_SPLITS = 64  # more splits cost more time to combine
 _COMBINED = tl.constexpr(16)  # splits that are read at once
-
-
-def _interpreted_range(*bounds: Any) -> Iterable[int]:
-    """Returns a range of the interpreter's scalars, which are arrays of one number for numpy before 2.4."""
-    return range(*(int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else bound for bound in bounds))
-
-
-_range = _interpreted_range if triton.knobs.runtime.interpret else tl.range
 
 
 def _block_s(width: int) -> int:
@@ -284,7 +275,7 @@ def _attend_kernel(q_ptr, cache, position_ptr, sinks_ptr, workspace, out_ptr, ne
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
-    for tile_begin in _range(begin, end, BLOCK_S):
+    for tile_begin in loop_range(begin, end, BLOCK_S):
         # Multiplies a tile's keys, a piece of their columns at a time.
         s = tile_begin + tl.arange(0, BLOCK_S)
         is_seen = s < end
@@ -371,7 +362,7 @@ def _combine_kernel(position_ptr, sinks_ptr, workspace, out_ptr, SHAPE: tl.const
     # Adds the splits' mixes, some at a time.
     cv = tl.arange(0, _block_v(WIDTH))
     y = tl.zeros(cv.shape, tl.float32)
-    for first in _range(0, used, _COMBINED):
+    for first in loop_range(0, used, _COMBINED):
         split = first + tl.arange(0, _COMBINED)
         of_split = tl.load(workspace.sums + split * HEADS + head, mask=split < used, other=-float("inf"))
         powers = tl.exp(of_split - top)

@@ -103,12 +103,11 @@ class _Stored(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """The sizes of a group's slice, constants of kernels."""
+    """The sizes of a layer's experts, constants of kernels."""
 
     f: int
     d: int
-    num_experts: int  # G
-    num_neurons: int  # N
+    num_experts: int
     k: int
     halves: int
 
@@ -146,8 +145,8 @@ def run_group(x: halves.Halves, group: Group, memory: PassMemory) -> None:
 
 
 def _shape(group: Group, memory: PassMemory) -> _Shape:
-    num_halves, _, num_experts, num_neurons, d = memory.decoded.shape
-    return _Shape(group.tables.kinds[0].num_rows, d, num_experts, num_neurons, group.pairs.k, num_halves)
+    num_halves, num_experts = len(memory.decoded), len(group.tables.kind)
+    return _Shape(group.tables.kinds[0].num_rows, memory.decoded.shape[4], num_experts, group.pairs.k, num_halves)
 
 
 def _decoded(memory: PassMemory) -> _Decoded:
@@ -162,8 +161,9 @@ def decode_experts(group: Group, first_neuron: int, memory: PassMemory) -> None:
     pointers = tables.pointers
     if tables.selector_at is None:
         pointers = pointers._replace(selector_at=tables.record_at)
-    _decode_kernel[group.number, triton.cdiv(shape.num_neurons, block.rows)](
-        group.pairs.order, group.pairs.starts, group.first, pointers, group.coming, _decoded(memory),
+    g, n = memory.decoded.shape[2:4]
+    _decode_kernel[group.number, triton.cdiv(n, block.rows)](
+        group.pairs.order, group.pairs.starts, group.first, pointers, group.coming, _decoded(memory), g, n,
         lookup_for(memory.decoded.device, *parts), first_neuron, tuple(map(_stored, tables.kinds)), shape, block,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def _units(kinds: tuple[_Stored, ...], number: int, in_selector: bool) -> int:
 
 
 # Arguments that differ between groups; Triton must not compile a kernel for each of their values.
-_PER_GROUP = ("first_place", "num_places", "first_neuron")
+_PER_GROUP = ("first_place", "num_places", "first_neuron", "g")
 
 
 @triton.jit(do_not_specialize=_PER_GROUP)
@@ -210,6 +210,8 @@ def _decode_kernel(
     tables,
     coming,
     decoded,
+    g,
+    n,
     lookup_ptr,
     first_neuron,
     KINDS: tl.constexpr,
@@ -227,29 +229,28 @@ def _decode_kernel(
         if kind == number:
             for matrix in tl.static_range(3):
                 if _part(KINDS, number, matrix) is not None:
-                    _decode_matrix(tables, coming, expert, first_neuron + r, r, decoded, lookup_ptr, KINDS, number,
-                                   matrix, SHAPE, BLOCK)  # fmt: skip
+                    _decode_matrix(tables, coming, expert, first_neuron + r, r, decoded, g, n, lookup_ptr, KINDS,
+                                   number, matrix, SHAPE, BLOCK)  # fmt: skip
 
 
 @triton.jit
 def _decode_matrix(
-    tables, coming, expert, neuron, r, decoded, lookup_ptr, KINDS: tl.constexpr, NUMBER: tl.constexpr,
+    tables, coming, expert, neuron, r, decoded, g, n, lookup_ptr, KINDS: tl.constexpr, NUMBER: tl.constexpr,
     MATRIX: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = _part(KINDS, NUMBER, MATRIX)
     IN_SELECTOR: tl.constexpr = _in_selector(KINDS, NUMBER, MATRIX)
-    N: tl.constexpr = SHAPE.num_neurons
-    live, is_out = neuron < SHAPE.f, r < N
+    live, is_out = neuron < SHAPE.f, r < n
     at_ptr = tables.selector_at if IN_SELECTOR else tables.record_at
     units = tl.load(at_ptr + expert * SHAPE.f + neuron, mask=live, other=0).to(tl.int64)
     if coming is not None:
         begin = tl.load((coming.selectors if IN_SELECTOR else coming.records) + expert)
         units = tl.where(units < 0, begin + neuron.to(tl.int64) * _units(KINDS, NUMBER, IN_SELECTOR), units)
-    slice_ = (MATRIX * SHAPE.num_experts + tl.program_id(0)) * N
+    slice_ = (MATRIX * g + tl.program_id(0)) * n
     values_ptr, factors_ptr = decoded.numbers + slice_.to(tl.int64) * SHAPE.d, decoded.factors + slice_
     target = HalvesAt(values_ptr, factors_ptr, decoded.stride)
     # Down rows lie transposed: their product sums over neurons.
-    decode(tables.arena, units, live, r, is_out, target, lookup_ptr, PART, BLOCK, N if MATRIX == _DOWN else 0)
+    decode(tables.arena, units, live, r, is_out, target, lookup_ptr, PART, BLOCK, n, MATRIX == _DOWN)
     if PART.bias >= 0:
         biases = load_bias(tables.arena, units, live, PART)
         tl.store(decoded.biases + slice_ + r, tl.where(live, biases, 0.0), mask=is_out)
@@ -274,8 +275,9 @@ def run_hidden(x: halves.Halves, group: Group, memory: PassMemory) -> None:
     parts = [part.part for each in group.tables.kinds for part in (each.gate, each.up) if part is not None]
     neurons = _Neurons(kind.gate is not None, any(p.bias >= 0 for p in parts), by, FUNCTIONS[kind.function])
     tile = halves.product_tile(_pairs_an_expert(pairs), 2 if neurons.is_gated else 1, shape.d)
-    _hidden_kernel[triton.cdiv(shape.num_neurons, tile.rows), _most_tiles(group, tile.tokens)](
-        x.at, pairs.pairs, pairs.order, pairs.starts, group.first, group.number, _decoded(memory),
+    g, n = memory.decoded.shape[2:4]
+    _hidden_kernel[triton.cdiv(n, tile.rows), _most_tiles(group, tile.tokens)](
+        x.at, pairs.pairs, pairs.order, pairs.starts, group.first, group.number, _decoded(memory), g, n,
         group.tables.thresholds, memory.hidden, neurons, shape, tile, num_warps=tile.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
     number = len(pairs.pairs)
@@ -319,6 +321,8 @@ def _hidden_kernel(
     first_place,
     num_places,
     decoded,
+    g,
+    n,
     thresholds_ptr,
     hidden_ptr,
     NEURONS: tl.constexpr,
@@ -326,10 +330,9 @@ def _hidden_kernel(
     TILE: tl.constexpr,
 ):
     # A program multiplies a block of an expert's neurons with a tile of its pairs.
-    N: tl.constexpr = SHAPE.num_neurons
-    G: tl.constexpr = SHAPE.num_experts
     D: tl.constexpr = SHAPE.d
-    place, begin, count = _find_tile(starts_ptr, first_place, num_places, tl.program_id(1), TILE.tokens, G)
+    place, begin, count = _find_tile(starts_ptr, first_place, num_places, tl.program_id(1), TILE.tokens,
+                                     SHAPE.num_experts)  # fmt: skip
     if count <= 0:
         return
     t = tl.arange(0, TILE.tokens)
@@ -337,15 +340,15 @@ def _hidden_kernel(
     pair = begin + tl.minimum(t, count - 1)
     token = (tl.load(pairs_ptr + pair) // SHAPE.k).to(tl.int64)
     r = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
-    row = place * N + tl.minimum(r, N - 1)
-    up_ptr = decoded.numbers + G * N * D
+    row = place * n + tl.minimum(r, n - 1)
+    up_ptr = decoded.numbers + (g * n).to(tl.int64) * D
     gate_ptr = decoded.numbers if NEURONS.is_gated else None
     up, gate = sum_products(up_ptr, gate_ptr, decoded.stride, row.to(tl.int64), x.numbers, x.stride, token, D,
                             SHAPE.halves, TILE)  # fmt: skip
     x_factor = tl.load(x.factors + token)[None, :]
-    up *= tl.load(decoded.factors + G * N + row)[:, None] * x_factor
+    up *= tl.load(decoded.factors + g * n + row)[:, None] * x_factor
     if NEURONS.has_bias:
-        up += tl.load(decoded.biases + G * N + row)[:, None]
+        up += tl.load(decoded.biases + g * n + row)[:, None]
     # Makes the neurons of the products, and those below the threshold 0.
     if NEURONS.is_gated:
         gate *= tl.load(decoded.factors + row)[:, None] * x_factor
@@ -358,17 +361,18 @@ def _hidden_kernel(
         h = act(up, NEURONS.function)
         a = h
     threshold = tl.load(thresholds_ptr + tl.load(order_ptr + first_place + place))
-    h = tl.where(runs(a, threshold), h, 0.0) * tl.load(decoded.factors + 2 * G * N + row)[:, None]
-    places = hidden_ptr + pair.to(tl.int64)[None, :] * N + r[:, None]
-    tl.store(places, h, mask=(r < N)[:, None] & (t < count)[None, :])
+    h = tl.where(runs(a, threshold), h, 0.0) * tl.load(decoded.factors + 2 * g * n + row)[:, None]
+    places = hidden_ptr + pair.to(tl.int64)[None, :] * n + r[:, None]
+    tl.store(places, h, mask=(r < n)[:, None] & (t < count)[None, :])
 
 
 def run_down(group: Group, first_neuron: int, memory: PassMemory) -> None:
     """Writes the down products of a slice, the first one's with biases, or adds them, to rows of `memory.outputs`."""
     shape, pairs, tables = _shape(group, memory), group.pairs, group.tables
-    tile = halves.product_tile(_pairs_an_expert(pairs), 1, shape.num_neurons)
+    tile = halves.product_tile(_pairs_an_expert(pairs), 1, memory.decoded.shape[3])
+    g, n = memory.decoded.shape[2:4]
     _down_kernel[triton.cdiv(shape.d, tile.rows), _most_tiles(group, tile.tokens)](
-        memory.rounded.at, pairs.pairs, pairs.order, pairs.starts, group.first, group.number, _decoded(memory),
+        memory.rounded.at, pairs.pairs, pairs.order, pairs.starts, group.first, group.number, _decoded(memory), g, n,
         tables.down_bias, memory.outputs, first_neuron, shape, tile, num_warps=tile.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -382,6 +386,8 @@ def _down_kernel(
     first_place,
     num_places,
     decoded,
+    g,
+    n,
     down_bias_ptr,
     outputs_ptr,
     first_neuron,
@@ -389,19 +395,18 @@ def _down_kernel(
     TILE: tl.constexpr,
 ):
     # A program computes some columns of a tile of pairs.
-    N: tl.constexpr = SHAPE.num_neurons
-    G: tl.constexpr = SHAPE.num_experts
     D: tl.constexpr = SHAPE.d
-    place, begin, count = _find_tile(starts_ptr, first_place, num_places, tl.program_id(1), TILE.tokens, G)
+    place, begin, count = _find_tile(starts_ptr, first_place, num_places, tl.program_id(1), TILE.tokens,
+                                     SHAPE.num_experts)  # fmt: skip
     if count <= 0:
         return
     t = tl.arange(0, TILE.tokens)
     pair = begin + tl.minimum(t, count - 1)
     columns = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     column = tl.minimum(columns, D - 1)
-    down_ptr = decoded.numbers + (2 * G + place).to(tl.int64) * N * D
+    down_ptr = decoded.numbers + (2 * g + place).to(tl.int64) * n * D
     sums, _ = sum_products(down_ptr, None, decoded.stride, column.to(tl.int64), x.numbers, x.stride,
-                           pair.to(tl.int64), N, SHAPE.halves, TILE)  # fmt: skip
+                           pair.to(tl.int64), n, SHAPE.halves, TILE)  # fmt: skip
     sums *= tl.load(x.factors + pair)[None, :]
     # Each pair has a row of its own, so that no sum depends on the order of programs.
     mask = (columns < D)[:, None] & (t < count)[None, :]

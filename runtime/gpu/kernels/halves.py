@@ -27,6 +27,7 @@ from moe_pack.runtime.gpu.kernels.rows import (
     has_scales,
     load_scales,
     lookup_for,
+    loop_range,
 )
 
 _TOP = tl.constexpr(14)  # a row's largest value is 2^14 or more, and below 2^15
@@ -149,17 +150,19 @@ def _decode_rows_kernel(
     r = tl.program_id(0) * BLOCK.rows + tl.arange(0, BLOCK.rows)
     row = first + r
     live = row < last
-    decode(rows_ptr, row.to(tl.int64) * row_units, live, r, r < num_rows, target, lookup_ptr, PART, BLOCK, 0)
+    decode(
+        rows_ptr, row.to(tl.int64) * row_units, live, r, r < num_rows, target, lookup_ptr, PART, BLOCK, num_rows, False
+    )
 
 
 @triton.jit
 def decode(
-    arena_ptr, units, live, r, is_out, target, lookup_ptr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMN_STRIDE: tl.constexpr
+    arena_ptr, units, live, r, is_out, target, lookup_ptr, PART: tl.constexpr, BLOCK: tl.constexpr, num_rows,
+    TRANSPOSED: tl.constexpr
 ):  # fmt: skip
     """Writes rows as halves to rows `r` of a target, zeros for rows that are not live.
 
-    Args:    COLUMN_STRIDE: 0, or the target's number of rows, which then lie transposed.
+    Args:    num_rows: of the target; it is [columns, num_rows] if TRANSPOSED.
     """
     D: tl.constexpr = PART.num_cols
     STRIDE: tl.constexpr = (D + 63) // 64 * 64
@@ -184,8 +187,8 @@ def decode(
             w *= (step * UNITS[PART.kind])[:, None]
         c = tile * COLS + tl.arange(0, COLS)
         mask = is_out[:, None] & (c < STRIDE)[None, :]
-        if COLUMN_STRIDE:
-            values_ptr = target.numbers + r[:, None] + c.to(tl.int64)[None, :] * COLUMN_STRIDE
+        if TRANSPOSED:
+            values_ptr = target.numbers + r[:, None] + c.to(tl.int64)[None, :] * num_rows
         else:
             values_ptr = target.numbers + r.to(tl.int64)[:, None] * STRIDE + c[None, :]
         _store_halves(values_ptr, target.stride, tl.where(live[:, None], w * scale[:, None], 0.0), mask,
@@ -241,9 +244,7 @@ def product_tile(num_tokens: int, num_matrices: int, num_cols: int) -> ProductTi
     rows = 128 if shared_bytes > _MUCH_SHARED_BYTES or num_matrices == 1 else 64
     step_bytes = 2 * 64 * (rows * num_matrices + tokens)
     stages = min(4, (shared_bytes - _USED_BYTES) // step_bytes)
-    return ProductTile(
-        rows, tokens, 64, stages, 8 if rows * tokens * num_matrices >= 1 << 14 or num_matrices > 1 else 4
-    )
+    return ProductTile(rows, tokens, 64, stages, 8 if rows * tokens >= 1 << 13 or num_matrices > 1 else 4)
 
 
 def _shared_bytes() -> int:
@@ -253,28 +254,30 @@ def _shared_bytes() -> int:
 
 
 @triton.jit
-def sum_products(w_ptr, other_ptr, w_stride, w_rows, x_ptr, x_stride, x_rows, D: tl.constexpr, HALVES: tl.constexpr,
+def sum_products(w_ptr, other_ptr, w_stride, w_rows, x_ptr, x_stride, x_rows, d, HALVES: tl.constexpr,
                  TILE: tl.constexpr):  # fmt: skip
     """Returns products of rows of one or two matrices with rows of x, without factors: float32 [rows, tokens] each.
 
     With two halves a number, the products of rests with rests are left out: they are below 2^-22 of the others.
     Args:    w_ptr, other_ptr: to the halves of rows; `other_ptr` None: the second result is not used.   w_stride,
-             x_stride: between halves.   w_rows: int64 [rows], x_rows: int64 [tokens], rows' numbers.
+             x_stride: between halves.   w_rows, x_rows: int64 [rows] and [tokens], rows' numbers.   d: the number of
+             columns, a multiple of 64.
     """
     ROWS: tl.constexpr = TILE.rows
     TOKENS: tl.constexpr = TILE.tokens
-    STEPS: tl.constexpr = D // TILE.cols
     c = tl.arange(0, TILE.cols)
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
     other = sums
-    w_at, x_at = w_rows[:, None] * D + c[None, :], x_rows[:, None] * D + c[None, :]
-    for step in tl.range(0, STEPS * (2 * HALVES - 1), num_stages=TILE.stages):
+    w_at, x_at = w_rows[:, None] * d + c[None, :], x_rows[:, None] * d + c[None, :]
+    num_steps = d // TILE.cols
+    for step in loop_range(0, num_steps * (2 * HALVES - 1), num_stages=TILE.stages):
         w_begin, x_begin = step * TILE.cols, step * TILE.cols
         if HALVES == 2:
             # First the weights' rests, then the hidden states' ones, and last the largest products.
-            w_begin = (step % STEPS) * TILE.cols
-            x_begin = w_begin + tl.where(step // STEPS == 1, x_stride, 0)
-            w_begin += tl.where(step < STEPS, w_stride, 0)
+            part = step // num_steps
+            w_begin = (step - part * num_steps) * TILE.cols
+            x_begin = w_begin + tl.where(part == 1, x_stride, 0)
+            w_begin += tl.where(part == 0, w_stride, 0)
         x = tl.trans(tl.load(x_ptr + x_begin + x_at))
         sums = tl.dot(tl.load(w_ptr + w_begin + w_at), x, sums)
         if other_ptr is not None:

@@ -21,8 +21,9 @@ own.
 The last section chooses the rows and warps of a program's tile, for speed; results do not depend on them.
 """
 
+from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -425,6 +426,14 @@ def store_y(y_ptr, y, PART: tl.constexpr, PLANE: tl.constexpr):
 
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one program after the other
+
+
+def _interpreted_range(*bounds: Any, num_stages: int = 1) -> Iterable[int]:
+    """Returns a range of the interpreter's scalars, which are arrays of one number for numpy before 2.4."""
+    return range(*(int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else bound for bound in bounds))
+
+
+loop_range = _interpreted_range if INTERPRETED else tl.range
 
 
 class Tile(NamedTuple):

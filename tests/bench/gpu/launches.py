@@ -1,4 +1,4 @@
-"""The launches of a token, counted: kernels by name, copies, calls of the CPU, and waits of the host.
+"""The launches of a token and of a prompt, counted: kernels by name, copies, calls of the CPU, and waits of the host.
 
 The engine of a shrunk model makes a token's launches in plain memory; they are counted, and do not run: a CUDA graph
 repeats the same launches whatever the values are. Memory counts as the GPU's if it was allocated for the engine's
@@ -9,7 +9,7 @@ between models of three layers and of two is a layer's. Importing this needs Tri
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest.mock import patch
@@ -23,10 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
+from moe_pack.formats import BF16, dense_roles, uniform_plan
 from moe_pack.formats.families import model_spec
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import PoolShare
 from moe_pack.runtime.gpu.devices import Queues
+from moe_pack.runtime.gpu.slicing import EXACT_HALVES, Slicing
 
 Queue = Literal["main", "cpu", "link"]
 Mode = Literal["split", "pull", "resident"]
@@ -107,15 +110,79 @@ def count(model: str, folder: Path) -> list[TokenLaunches]:
 
 
 def _count(model: str, num_layers: int, folder: Path, run: GpuRun) -> Counter[Launch]:
-    spec, packed = shrunk(model, num_layers), folder / f"{model}-{num_layers}"
-    if not packed.exists():
-        made(spec, packed, character(spec, _SPARSITY))
     counter = _Counter()
-    with counter.watching(), gpu_decoder(packed, run) as decoder:
+    with counter.watching(), gpu_decoder(_pack(model, num_layers, folder), run) as decoder:
         counter.launches.clear()
         with counter:
             decoder.next_logits([0])
     return Counter(counter.launches)
+
+
+def _pack(model: str, num_layers: int, folder: Path) -> Path:
+    spec, packed = shrunk(model, num_layers), folder / f"{model}-{num_layers}"
+    if not packed.exists():
+        made(spec, packed, character(spec, _SPARSITY))
+    return packed
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLaunches:
+    """The launches of a resident pass of many tokens; torch's own operations count as launches too.
+
+    `per_layer`: of a MoE layer, for experts in one step.   `step`: those of each further step: a group's slice.
+    `num_steps`: of a layer of the real model.   `others`: of all else.
+    """
+
+    model: str
+    num_layers: int
+    num_steps: int
+    per_layer: dict[str, int]
+    step: dict[str, int]
+    others: dict[str, int]
+
+    def total(self, name: str | None = None) -> int:
+        """Returns how many launches, or waits, the real model's pass has; with a name, of that kind."""
+
+        def number(counts: dict[str, int]) -> int:
+            return sum(times for kind, times in counts.items() if kind == name or (name is None and kind != WAIT))
+
+        a_layer = number(self.per_layer) + (self.num_steps - 1) * number(self.step)
+        return self.num_layers * a_layer + number(self.others)
+
+
+def count_prompt(model: str, folder: Path, num_tokens: int) -> PromptLaunches:
+    """Counts a prompt's launches, with all experts on the GPU.
+
+    Args:    folder: for packs, which are kept.
+    """
+    few, more = (_count_pass(model, number, folder, num_tokens) for number in (2, 3))
+    real = model_spec(model, None)
+    per_layer = {name: number for name, number in (more - few).items() if number}
+    shrunk_layers = len(shrunk(model, 2).moe_layers)
+    others = {name: few[name] - shrunk_layers * per_layer.get(name, 0) for name in few}
+    number, n = Slicing.for_passes(
+        pack_layout(real, uniform_plan(real, "none", BF16, BF16), ["BF16"] * len(dense_roles(real))),
+        num_tokens, EXACT_HALVES,
+    )  # fmt: skip
+    num_steps = -(-real.router.num_experts // number) * -(-real.expert.intermediate_size // n)
+    step = {"_decode_kernel": 1, "_hidden_kernel": 1, "_round_rows_kernel": 1, "_down_kernel": 1}
+    assert all(per_layer[name] >= number for name, number in step.items()), "a layer has one step"
+    return PromptLaunches(
+        model, len(real.moe_layers), num_steps, per_layer, step, {name: each for name, each in others.items() if each}
+    )
+
+
+def _count_pass(model: str, num_layers: int, folder: Path, num_tokens: int) -> Counter[str]:
+    run = replace(_RUNS["resident"], chunk_tokens=num_tokens, context_tokens=num_tokens)
+    counter = _Counter()
+    with counter.watching(), gpu_decoder(_pack(model, num_layers, folder), run) as decoder:
+        counter.launches.clear()
+        with counter:
+            decoder.append(decoder.sequences[0], [0] * num_tokens, last_only=True)
+    found = Counter[str]()
+    for launch, number in counter.launches.items():
+        found[launch.name] += number
+    return found
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -146,6 +213,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             ):
                 stack.enter_context(patch.object(owner, name, action))
             stack.enter_context(self._memory)
+            self._memory.waited = lambda: self._add(WAIT)
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,6 +225,12 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             self._add(TO_GPU if is_gpu(args[0]) else TO_HOST)
         elif func._schema.is_mutable and any(map(is_gpu, tree_leaves(found))):
             self._add(name)
+        elif any(map(is_gpu, tree_leaves(args))):
+            made_new = [each for each in tree_leaves(found) if isinstance(each, Tensor) and not is_gpu(each)]
+            for each in made_new:  # of an operation that returns no view
+                self._memory.add(each)
+            if made_new:
+                self._add(name)
         return found
 
     def _add(self, name: str) -> None:
@@ -169,14 +243,24 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         self._queue = "main"
 
 
+_READS = (Tensor.cpu, Tensor.numpy, Tensor.tolist)  # `item` and its like are seen where they are dispatched
+
+
 class _Memory(TorchFunctionMode):
     """Notes the memory that is allocated for a device; page-locked memory is asked for without one."""
 
     def __init__(self) -> None:
         super().__init__()
         self._gpu: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets the address
+        self.waited: Callable[[], None] = lambda: None  # called where the host asks for a value of the GPU
+
+    def add(self, tensor: Tensor) -> None:
+        """Notes memory as a GPU's."""
+        self._gpu[tensor.untyped_storage().data_ptr()] = tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and self.is_gpu(args[0]):
+            self.waited()
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor) and kwargs and isinstance(kwargs.get("device"), torch.device):
             self._gpu[found.untyped_storage().data_ptr()] = found
