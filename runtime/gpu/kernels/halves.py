@@ -32,6 +32,7 @@ from moe_pack.runtime.gpu.kernels.rows import (
 
 _TOP = tl.constexpr(14)  # a row's largest value is 2^14 or more, and below 2^15
 DECODED_ROWS = 64 if INTERPRETED else 16  # that a program decodes at once
+_ROUNDED_ROWS = 64 if INTERPRETED else 1  # hidden states of a program
 _COLUMNS = tl.constexpr(1024)  # of a hidden state, that a program looks at together
 
 
@@ -92,33 +93,38 @@ def round_rows(x: Tensor, out: Halves, starts: Tensor | None = None, first: int 
              None: all are.
     """
     if len(x):
-        _round_rows_kernel[(len(x),)](
-            x, out.at, starts, first, number, x.shape[1], out.values.shape[2], len(out.values),
+        _round_rows_kernel[(triton.cdiv(len(x), _ROUNDED_ROWS),)](
+            x, out.at, starts, first, number, len(x), x.shape[1], out.values.shape[2], len(out.values), _ROUNDED_ROWS,
             num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "number"])
+@triton.jit(do_not_specialize=["first", "number", "num_rows"])
 def _round_rows_kernel(
-    x_ptr, out, starts_ptr, first, number, D: tl.constexpr, STRIDE: tl.constexpr, HALVES: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    begin, end = row, row + 1
+    x_ptr, out, starts_ptr, first, number, num_rows, D: tl.constexpr, STRIDE: tl.constexpr, HALVES: tl.constexpr,
+    ROWS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    live = row < num_rows
     if starts_ptr is not None:
         begin, end = tl.load(starts_ptr + first), tl.load(starts_ptr + first + number)
-    if (row < begin) | (row >= end):
-        return
+        live = (row >= begin) & (row < end)
+        if (tl.program_id(0) * ROWS >= end) | (tl.program_id(0) * ROWS + ROWS <= begin):
+            return
     lanes = tl.arange(0, _COLUMNS)
-    tops = tl.zeros([_COLUMNS], tl.float32)
-    for begin in range(0, D, _COLUMNS):
-        c = begin + lanes
-        tops = tl.maximum(tops, tl.abs(tl.load(x_ptr + row * D + c, mask=c < D, other=0.0)))
-    scale, factor = _scale_and_factor(tl.max(tops, 0))
-    for begin in range(0, STRIDE, _COLUMNS):
-        c = begin + lanes
-        x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0)
-        _store_halves(out.numbers + row * STRIDE + c, out.stride, x * scale, c < STRIDE, HALVES)
-    tl.store(out.factors + row, factor)
+    tops = tl.zeros([ROWS, _COLUMNS], tl.float32)
+    for column in range(0, D, _COLUMNS):
+        c = column + lanes
+        mask = live[:, None] & (c < D)[None, :]
+        tops = tl.maximum(tops, tl.abs(tl.load(x_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0)))
+    scale, factor = _scale_and_factor(tl.max(tops, 1))
+    for column in range(0, STRIDE, _COLUMNS):
+        c = column + lanes
+        mask = live[:, None] & (c < D)[None, :]
+        x = tl.load(x_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0)
+        stored = live[:, None] & (c < STRIDE)[None, :]
+        _store_halves(out.numbers + row[:, None] * STRIDE + c[None, :], out.stride, x * scale[:, None], stored, HALVES)
+    tl.store(out.factors + row, factor, mask=live)
 
 
 def decode_rows(rows: Tensor, row_units: int, part: RowPart, first: int, out: Halves) -> None:

@@ -99,7 +99,7 @@ def _attend_piece(
     """Returns the attention of queries from position `start` on over keys from `first` on, [heads, T, value_dim]."""
     stop = start + q.shape[1]
     is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence; torch needs no mask
-    is_fused = q.device.type != "cpu" or (sinks is None and values.shape[-1] == q.shape[-1])
+    is_fused = q.device.type != "cpu" or in_half or (sinks is None and values.shape[-1] == q.shape[-1])
     is_all = is_causal and sinks is None and is_fused
     seen = None if is_all else seen_positions(window, first, start, q.shape[1], q.device, chunked)
     if not is_fused:
@@ -118,7 +118,7 @@ def attend_with_sinks(
              bool [T, S]; None: all.   sinks: float32 [heads], these logits.
     Returns: float32 [heads, T, v].
     """
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not in_half:
         return _softmax_attention(q, keys, values, seen, scale, sinks)
     least = torch.finfo(torch.float32).min  # minus infinity times 0 is NaN
     q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
@@ -135,7 +135,7 @@ def _attend_seen(
     scale: float,
     in_half: bool = False,
 ) -> Tensor:
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or in_half:
         return fused_attention(q, keys, values, seen, is_causal, scale, in_half)
     if values.shape[-1] != q.shape[-1]:
         return _softmax_attention(q, keys, values, seen, scale, None)

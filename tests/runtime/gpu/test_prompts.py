@@ -19,7 +19,10 @@ IDS = [(37 * i + 5) % 96 for i in range(NUM_PASSES * CHUNK_TOKENS)]
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prompts")
-    pack(TinyMixtral(num_layers=2, num_experts=8, config={"num_experts_per_tok": 2}).write(folder / "source"), folder / "packed")
+    pack(
+        TinyMixtral(num_layers=2, num_experts=8, config={"num_experts_per_tok": 2}).write(folder / "source"),
+        folder / "packed",
+    )
     return folder / "packed"
 
 
