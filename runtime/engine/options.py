@@ -94,7 +94,7 @@ class EngineOptions:
         "--numerics",
         help="How inputs of products are rounded: exact, not at all; fast, to 16 bits in prompts; fastest, to 8. "
         "The last two CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and "
-        "is below 0.0005 nats. On a GPU: fast computes prompts in bfloat16, auto is exact.",
+        "is below 0.0005 nats. On a GPU: fast computes prompts in float16, auto is exact.",
     )
     kv_dtype: KvDtype | None = commands.option_field(
         None,

@@ -37,19 +37,18 @@ class Slicing(NamedTuple):
     ) -> "Slicing":
         """Returns the division for passes of at most so many tokens.
 
-        Args:    spare_bytes: of the GPU, which nothing else needs: where it has space for more at once, a pass has
-                 fewer launches.
+        Args:    spare_bytes: of the GPU, which nothing else needs: where there is space for more experts at once, a
+                 pass has fewer launches. Their slices stay as they are, so that the memory changes no bit.
         """
         spec = layout.spec
         sizes = (spec.expert.intermediate_size, spec.hidden_size, spec.router.num_experts, num_halves)
-        usual_bytes = min(_TOKEN_BYTES * chunk_tokens, _MOST_BYTES)
-        usual = found = cls.of(*sizes, usual_bytes)
-        most = usual.num_bytes(layout, chunk_tokens, num_halves) + spare_bytes
-        while found != (larger := cls.of(*sizes, usual_bytes := 2 * usual_bytes)):
-            if larger.num_bytes(layout, chunk_tokens, num_halves) > most:
-                break
-            found = larger
-        return found
+        usual = cls.of(*sizes, min(_TOKEN_BYTES * chunk_tokens, _MOST_BYTES))
+        one_more = usual._replace(num_experts=usual.num_experts + 1)
+        expert_bytes = one_more.num_bytes(layout, chunk_tokens, num_halves) - usual.num_bytes(
+            layout, chunk_tokens, num_halves
+        )
+        number = min(spec.router.num_experts, usual.num_experts + spare_bytes // expert_bytes)
+        return usual._replace(num_experts=number)
 
     def num_bytes(self, layout: formats.PackLayout, chunk_tokens: int, num_halves: int) -> int:
         """Returns the memory of passes: decoded rows, and neurons and outputs of all pairs of tokens and experts."""

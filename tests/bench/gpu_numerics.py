@@ -63,8 +63,7 @@ def main(folder: Path, model: Path | None, tokens: int, as_json: bool) -> None:
     else:
         name, packed = model.name, folder / f"{model.name}-4-bit"
         if not packed.exists():
-            bits = ("--search", "uniform", "--selector-bits", 4, "--record-bits", 4)
-            moe_pack("convert", model, *bits, "--device", "cpu", "-o", packed)
+            moe_pack("convert", model, "--selector-bits", 4, "--record-bits", 4, "-o", packed)
     rows = compared(name, packed, tokens)
     finish({"header": _HEADER, "rows": rows}, table(_HEADER, rows), as_json)
 

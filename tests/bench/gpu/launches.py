@@ -130,30 +130,36 @@ class PromptLaunches:
     """The launches of a resident pass of many tokens; torch's own operations count as launches too.
 
     `per_layer`: of a MoE layer, for experts in one step.   `step`: those of each further step: a group's slice.
-    `num_steps`: of a layer of the real model.   `others`: of all else.
+    `num_steps`: of a layer of the real model.   `spare_steps`: with memory to spare.   `others`: of all else.
     """
 
     model: str
     num_layers: int
     num_steps: int
+    spare_steps: int
     per_layer: dict[str, int]
     step: dict[str, int]
     others: dict[str, int]
 
-    def total(self, name: str | None = None) -> int:
-        """Returns how many launches, or waits, the real model's pass has; with a name, of that kind."""
+    def total(self, is_counted: Callable[[str], bool], num_steps: int | None = None) -> int:
+        """Returns how many launches of some kinds the real model's pass has."""
 
         def number(counts: dict[str, int]) -> int:
-            return sum(times for kind, times in counts.items() if kind == name or (name is None and kind != WAIT))
+            return sum(times for kind, times in counts.items() if is_counted(kind))
 
-        a_layer = number(self.per_layer) + (self.num_steps - 1) * number(self.step)
-        return self.num_layers * a_layer + number(self.others)
+        steps = self.num_steps if num_steps is None else num_steps
+        return self.num_layers * (number(self.per_layer) + (steps - 1) * number(self.step)) + number(self.others)
 
 
-def count_prompt(model: str, folder: Path, num_tokens: int) -> PromptLaunches:
-    """Counts a prompt's launches, with all experts on the GPU.
+def is_triton(name: str) -> bool:
+    """Whether a launch is of a kernel of the project, and not of torch's."""
+    return name.startswith("_")
 
-    Args:    folder: for packs, which are kept.
+
+def count_prompt(model: str, folder: Path, num_tokens: int, num_halves: int = EXACT_HALVES) -> PromptLaunches:
+    """Counts a prompt's launches, with all experts on the GPU and no memory to spare.
+
+    Args:    folder: for packs, which are kept.   num_halves: as of `Slicing.of`.
     """
     few, more = (_count_pass(model, number, folder, num_tokens) for number in (2, 3))
     real = model_spec(model, None)
@@ -162,14 +168,16 @@ def count_prompt(model: str, folder: Path, num_tokens: int) -> PromptLaunches:
     others = {name: few[name] - shrunk_layers * per_layer.get(name, 0) for name in few}
     number, n = Slicing.for_passes(
         pack_layout(real, uniform_plan(real, "none", BF16, BF16), ["BF16"] * len(dense_roles(real))),
-        num_tokens, EXACT_HALVES,
+        num_tokens, num_halves,
     )  # fmt: skip
-    num_steps = -(-real.router.num_experts // number) * -(-real.expert.intermediate_size // n)
+    num_slices = -(-real.expert.intermediate_size // n)
+    num_steps = -(-real.router.num_experts // number) * num_slices
     step = {"_decode_kernel": 1, "_hidden_kernel": 1, "_round_rows_kernel": 1, "_down_kernel": 1}
     assert all(per_layer[name] >= number for name, number in step.items()), "a layer has one step"
     return PromptLaunches(
-        model, len(real.moe_layers), num_steps, per_layer, step, {name: each for name, each in others.items() if each}
-    )
+        model, len(real.moe_layers), num_steps, num_slices, per_layer, step,
+        {name: each for name, each in others.items() if each},
+    )  # fmt: skip
 
 
 def _count_pass(model: str, num_layers: int, folder: Path, num_tokens: int) -> Counter[str]:

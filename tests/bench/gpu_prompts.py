@@ -1,0 +1,127 @@
+"""Predicted prompt tokens a second on a GPU, for Mixtral-8x7B and Qwen3-30B-A3B in four bits: a model, no measurement.
+
+    python tests/bench/gpu_prompts.py
+
+A pass takes the longest of three times: that of the GPU, that of the host, which makes all launches, and that of the
+link, which brings the experts that do not fit, each once a pass. The GPU decodes experts at the memory's rate and
+multiplies at the rate of its tensor cores; launches are counted by the engine (`gpu.launches`). The first layer's
+experts come before anything runs.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from benchlib import finish, json_option, table
+from gpu.launches import WAIT, count_prompt, is_triton
+
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.parts import GroupedQuerySpec
+from moe_pack.runtime.gpu.fit import MOST_CHUNK_TOKENS
+from moe_pack.runtime.gpu.slicing import EXACT_HALVES, FAST_HALVES
+
+_MODELS = {"mixtral-8x7b": 0.45, "qwen3-30b-a3b": 0.40}  # and the share of the experts that 11 GiB lack
+_BITS = 4.5  # of a weight, with scales and zeros
+# Of the host, for a launch by Triton and by torch. On a processor of 2 cores with other work, Triton's took 24 to 50.
+_TRITON_S, _TORCH_S = 30e-6, 5e-6
+_HEADER = ("GPU", "model", "memory", "numerics", "512 tokens", "2,048", "8,192", "limited by (2,048)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's rates: bytes a second of memory and link, multiplications and additions a second."""
+
+    name: str
+    memory: float
+    link: float
+    products: float  # of float16 on tensor cores, as Triton's products reach it
+    attention: float  # of float16
+    attention_exact: float  # of float32
+
+
+# Memory: 0.8 of the measured copy rate (H200), of the data sheet's (RTX 3090). Products: 0.4 of the data sheet's.
+_GPUS = (Gpu("H200", 3.36e12, 50e9, 400e12, 350e12, 25e12), Gpu("RTX 3090", 0.75e12, 24e9, 52e12, 40e12, 14e12))
+
+
+def pass_seconds(
+    gpu: Gpu, model: str, num_tokens: int, before: int, num_halves: int, missing: float, host_s: float
+) -> dict[str, float]:
+    """Returns the seconds that a pass of so many tokens takes the GPU, the host and the link."""
+    spec = model_spec(model, None)
+    attention, d, f = spec.attention, spec.hidden_size, spec.expert.intermediate_size
+    assert isinstance(attention, GroupedQuerySpec), "both models have grouped queries"
+    k, num_experts = spec.router.num_experts_per_tok, spec.router.num_experts
+    chosen = num_experts * (1 - (1 - k / num_experts) ** num_tokens)
+    weights, width = 3 * d * f, attention.num_heads * attention.head_dim
+    dense = 2 * d * (width + attention.num_kv_heads * attention.head_dim)
+    is_exact = num_halves == EXACT_HALVES
+    products = 2 * num_tokens * (k * weights + dense) * (3 if is_exact else 1) / gpu.products
+    # Codes are read, halves written and read again.
+    moved = (chosen * weights + dense) * (_BITS / 8 + 2 * 2 * num_halves) / gpu.memory
+    attended = 4 * width * num_tokens * (before + num_tokens / 2)
+    attended /= gpu.attention_exact if is_exact else gpu.attention
+    num_layers = len(spec.moe_layers)
+    return {
+        "products": num_layers * products,
+        "memory": num_layers * moved,
+        "attention": num_layers * attended,
+        "host": host_s,
+        "link": num_layers * missing * chosen * weights * _BITS / 8 / gpu.link,
+    }
+
+
+def tokens_per_second(
+    gpu: Gpu, model: str, num_tokens: int, num_halves: int, missing: float, host_s: float
+) -> tuple[float, str]:
+    """Returns the rate of a whole prompt, and what takes its last pass longest."""
+    seconds, longest = 0.0, ""
+    for before in range(0, num_tokens, MOST_CHUNK_TOKENS):
+        number = min(MOST_CHUNK_TOKENS, num_tokens - before)
+        parts = pass_seconds(gpu, model, number, before, num_halves, missing, host_s)
+        of_gpu = parts["products"] + parts["memory"] + parts["attention"]
+        first = parts["link"] / len(model_spec(model, None).moe_layers)
+        seconds += first + max(of_gpu, parts["host"], parts["link"])
+        limits = {**parts, "GPU": of_gpu}
+        longest = max(("GPU", "host", "link"), key=lambda name: limits[name])
+    return num_tokens / seconds, longest
+
+
+@click.command(help=__doc__)
+@json_option
+def main(as_json: bool) -> None:
+    """Prints the table."""
+    rows, notes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        launches = {
+            (model, num_halves): count_prompt(model, Path(folder), MOST_CHUNK_TOKENS, num_halves)
+            for model in _MODELS
+            for num_halves in (FAST_HALVES, EXACT_HALVES)
+        }
+    for (model, num_halves), counted in launches.items():
+        triton, torch = counted.total(is_triton), counted.total(lambda name: name != WAIT and not is_triton(name))
+        fewer = counted.total(is_triton, counted.spare_steps)
+        waits = counted.total(lambda name: name == WAIT)
+        notes.append(
+            f"{model}, {num_halves} float16 a value: {triton:,} launches of Triton, {fewer:,} with memory to spare, "
+            f"{torch:,} of torch, {waits} waits of the host"
+        )
+    for gpu in _GPUS:
+        for model, lacking in _MODELS.items():
+            for memory, missing in (("all experts", 0.0), ("11 GiB", lacking)):
+                for name, num_halves in (("fast", FAST_HALVES), ("exact", EXACT_HALVES)):
+                    counted = launches[model, num_halves]
+                    steps = counted.num_steps if missing or gpu.name != "H200" else counted.spare_steps
+                    host_s = _TRITON_S * counted.total(is_triton, steps)
+                    host_s += _TORCH_S * counted.total(lambda name: not is_triton(name))
+                    found = [
+                        tokens_per_second(gpu, model, tokens, num_halves, missing, host_s)
+                        for tokens in (512, 2048, 8192)
+                    ]
+                    rows.append((gpu.name, model, memory, name, *(f"{rate:,.0f}" for rate, _ in found), found[1][1]))
+    text = "\n".join((table(_HEADER, rows), "", *notes))
+    finish({"header": _HEADER, "rows": rows, "launches": notes}, text, as_json)
+
+
+if __name__ == "__main__":
+    main()
