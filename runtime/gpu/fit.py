@@ -17,7 +17,7 @@ from moe_pack.runtime.offload.budgets import cache_bytes
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 0.03, 256 << 20
 # Tokens of a forward pass, where memory allows: longer passes bring experts over the link less often.
 MOST_CHUNK_TOKENS = 2048
-LOGITS_AT_ONCE = 16  # tokens: those of a whole pass would take more memory than all else in it
+LOGITS_AT_ONCE = 64  # tokens: those of a whole pass would take more memory than all else in it
 _OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
 
 

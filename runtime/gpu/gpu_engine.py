@@ -56,6 +56,7 @@ class GpuInputs:
     # answer; None: no expert is replaced.
     alpha: float | None = None
     by_expert: bool = False  # as in `StepInputs`
+    few_tokens: int = decoder.FEW_TOKENS  # as in `GpuDecoder`
     offset_bytes: int = 4  # from `placements.offset_bytes_for`
 
     @property
@@ -122,7 +123,8 @@ class GpuEngine:
             )
             residency = _residency(inputs, self.memory, placement)
             sizes_of_passes = (context_tokens, device, chunk_tokens, cache_dtype)
-            self.decoder = decoder.GpuDecoder(self.weights, step, residency, *sizes_of_passes, inputs.link_rate)
+            rest = (inputs.link_rate, inputs.few_tokens)
+            self.decoder = decoder.GpuDecoder(self.weights, step, residency, *sizes_of_passes, *rest)
             opened.callback(self.decoder.close)
             self.expert_bytes, self.dynamic_bytes = self.memory.num_bytes, placement.dynamic_bytes
             self._opened = opened.pop_all()
@@ -245,7 +247,10 @@ def run_everything(pack: formats.Pack, built: GpuEngine, chunk_tokens: int) -> N
     for start, num_tokens in ((0, chunk_tokens), (context - chunk_tokens, chunk_tokens), (context - 1, 1)):
         decoder.reset()
         decoder.cache.num_tokens = start
-        decoder.logits([0] * num_tokens)
+        if num_tokens == 1:
+            decoder.logits([0])
+        else:  # also where so few tokens run one after another
+            decoder.logits_of(decoder.append(decoder.sequences[0], [0] * num_tokens)[-1][-fit.LOGITS_AT_ONCE :])
     decoder.reset()
 
 

@@ -34,8 +34,8 @@ IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 class GpuRun:
     """How to run a pack. `share`: of all experts' bytes that fit; 1 is enough for all.
 
-    `misses`, `pulled_share`, `by_expert`, `dynamic_share`, `is_fast`, `prediction`, `alpha`, `offset_bytes`: as in
-    `GpuInputs`.
+    `misses`, `pulled_share`, `by_expert`, `dynamic_share`, `is_fast`, `prediction`, `alpha`, `offset_bytes`,
+    `few_tokens`: as in `GpuInputs`.
     `policy`: whose eviction decides.
     `cpu_share`: the time in which the CPU computes a missing expert for a token, where 1 is that in which the link
     brings it, in passes of many tokens; None: all are copied.
@@ -55,6 +55,7 @@ class GpuRun:
     prediction: PredictionPlan | None = None
     alpha: float | None = None
     offset_bytes: int = 4
+    few_tokens: int = 1
 
 
 def expert_bytes_for(pack: Pack, share: float, misses: Misses = "split") -> int:
@@ -89,6 +90,7 @@ def gpu_engine(
             eviction=eviction or (lambda facts: eviction_of(PRESETS[run.policy], facts)),
             dynamic_share=run.dynamic_share, is_fast=run.is_fast, needs_scores=PRESETS[run.policy].needs_scores,
             prediction=run.prediction, alpha=run.alpha, by_expert=run.by_expert, offset_bytes=run.offset_bytes,
+            few_tokens=run.few_tokens,
         )  # fmt: skip
         expert_bytes = expert_bytes_for(pack, run.share, run.misses)
         with closing(GpuEngine(inputs, expert_bytes, run.context_tokens, run.chunk_tokens, run.cache_dtype)) as built:

@@ -51,6 +51,16 @@ def test_a_resident_prompt_waits_for_nothing_and_its_launches_are_counted(tmp_pa
     assert found.per_layer["_round_rows_kernel"] == 5 + 1 + 1
 
 
+def test_few_tokens_run_one_after_another(packed: Path) -> None:
+    expected = reference_logits(packed, IDS)
+    with gpu_engine(packed, GpuRun(0.5, chunk_tokens=CHUNK_TOKENS, few_tokens=4)) as engine:
+        decoder = engine.decoder
+        found = [decoder.logits(IDS[:4]), decoder.logits(IDS[4:9]), decoder.extend(decoder.sequences[0], IDS[9:12])]
+        assert decoder.counts().tokens == 4 + 3, "five are a pass"
+    torch.testing.assert_close(torch.cat(found[:2]), expected[:9], atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[2], expected[11], atol=1e-4, rtol=0)
+
+
 def test_memory_to_spare_takes_all_experts_of_a_layer_at_once_and_changes_no_slice(packed: Path) -> None:
     with Pack(packed) as pack:
         layout = pack.layout
