@@ -193,7 +193,7 @@ def product_step(sass: str) -> dict[str, int]:
     instructions = instructions_of(sass)
     loops = []
     for at, name, rest in instructions:
-        target = re.search(r"0x([0-9a-f]+)\s*$", rest.strip())
+        target = re.search(r"0x([0-9a-f]+)(?:\s+\?\w+)?$", rest.strip())  # sm_120 has a note behind it
         if name == "BRA" and target is not None and int(target[1], 16) <= at:
             inside = [each for begin, each, _ in instructions if int(target[1], 16) <= begin <= at]
             if any(each in _PRODUCTS for each in inside):

@@ -174,13 +174,12 @@ def product_faults(found: list[Compiled]) -> list[str]:
         f"{k.call}, {k.kernel}, sm_{k.capability}: {k.step}, {k.stack_bytes} bytes of stack"
         for k in found
         if k.kernel in PRODUCTS
-        and (k.stack_bytes or k.local_bytes or not k.step or k.step["all"] > MOST_INSTRUCTIONS.get(k.capability, 999))
+        and (k.stack_bytes or k.local_bytes or not 0 < k.step.get("all", 0) <= MOST_INSTRUCTIONS[k.capability])
     ]
 
 
 PRODUCTS = {"_hidden_kernel", "_down_kernel", "_multiply_kernel"}
-# Of a step of 64 columns of a whole tile; sm_80 to 89 and 120 have 16 to 64 HMMA in it.
-MOST_INSTRUCTIONS = {90: 130}
+MOST_INSTRUCTIONS = {90: 130}  # of a step of 64 columns of a whole tile
 
 
 def test_products_of_many_tokens_leave_the_tensor_cores_time() -> None:
@@ -196,8 +195,8 @@ def test_products_of_many_tokens_leave_the_tensor_cores_time() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
 def test_products_of_many_tokens_spill_nowhere(capability: int) -> None:
-    found = compiled((capability,), "grouped fast up w4 d,grouped exact up w4 d", (4,), (4096,), ("up",), True)
-    assert product_faults(found) == []
+    found = compiled((capability,), "grouped fast up w4 d,grouped exact up w4 d", (4,), (4096,), ("up",))
+    assert not [k.call for k in found if k.stack_bytes or k.local_bytes]
 
 
 @pytest.mark.slow
