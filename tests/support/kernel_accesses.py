@@ -87,9 +87,7 @@ class Launch:
         self._recent.clear()
         self._num_ordered = len(self.stores)
 
-    def atomic(
-        self, program: int, pointers: Array, mask: Array, size: int, acquires: bool, releases: bool
-    ) -> None:
+    def atomic(self, program: int, pointers: Array, mask: Array, size: int, acquires: bool, releases: bool) -> None:
         addresses = _of(pointers, mask)
         self._begin(program)
         for address in addresses.tolist():
@@ -302,7 +300,9 @@ def _install() -> None:
     def see_atomic(self: Any, ptr: Any, mask: Any, sem: Any, scope: Any) -> None:
         if _launch is not None:
             size, is_wide = size_of(ptr.get_element_ty()).itemsize, scope != ir.MEM_SYNC_SCOPE.CTA
-            _launch.atomic(program(self), ptr.data, mask, size, is_wide and sem in acquiring, is_wide and sem in releasing)
+            _launch.atomic(
+                program(self), ptr.data, mask, size, is_wide and sem in acquiring, is_wide and sem in releasing
+            )
 
     def see_rmw(self: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         see_atomic(self, ptr, mask.data, sem, scope)

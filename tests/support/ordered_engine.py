@@ -191,7 +191,8 @@ class _Functions(TorchFunctionMode):
             if found.nbytes:
                 watch.add(found, "device")
                 watch.call("to", [source], [found])
-                watch.order.host_waits()
+                if not kwargs.get("non_blocking"):
+                    watch.order.host_waits()
             return found
         if region is None:
             return found
@@ -264,7 +265,7 @@ def _watch_engines(watch: Watch, patch: pytest.MonkeyPatch) -> None:
     from moe_pack.runtime.gpu.gpu_engine import GpuEngine
     from moe_pack.runtime.gpu.prefill import GpuWeights
 
-    make, launch = GpuEngine.__init__, GpuDecoder.launch
+    make, launch, close = GpuEngine.__init__, GpuDecoder.launch, GpuEngine.close
 
     def make_engine(self: GpuEngine, inputs: Any, *sizes: Any) -> None:
         with watch.on():
@@ -282,7 +283,12 @@ def _watch_engines(watch: Watch, patch: pytest.MonkeyPatch) -> None:
             with watch.order.captured():
                 launch(self, turn)
 
+    def close_engine(self: GpuEngine) -> None:
+        watch.order.synchronize()
+        close(self)
+
     patch.setattr(GpuEngine, "__init__", make_engine)
+    patch.setattr(GpuEngine, "close", close_engine)
     patch.setattr(GpuDecoder, "launch", launch_captured)
     for owner, name in ((GpuEngine, "tune"), (GpuWeights, "run_experts"), (GpuDecoder, "logits"),
                         (GpuDecoder, "extend"), (GpuDecoder, "append")):  # fmt: skip

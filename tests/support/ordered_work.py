@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,8 +119,6 @@ class Order:
         self.current = self.main
         self.graph: int | None = None
         self.is_late = False
-        self._num_graphs = 0
-        self._shared: list[tuple[Region, Any]] = []  # used by streams that did not allocate it
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -153,10 +151,16 @@ class Order:
         """The host waits for the current stream."""
         _merge(self.host.clock, self.current.clock)
 
+    def synchronize(self) -> None:
+        """The host waits for all streams."""
+        for stream in self.streams:
+            _merge(self.host.clock, stream.clock)
+
     def check_freed(self, region: Region) -> None:
         """Checks that memory that was freed may be given to the current stream, as PyTorch's allocator does."""
         for number, last in region.last.items():
-            if number != region.stream and self.current.clock.get(number, 0) < last:
+            known = max(self.current.clock.get(number, 0), self.host.clock.get(number, 0))
+            if number != region.stream and known < last:
                 user = self.streams[number]
                 raise OrderError(
                     f"{region.name} is freed, and {user.works[last - 1]} on the stream {user.name} may still use it"
@@ -166,7 +170,6 @@ class Order:
     def captured(self) -> Iterator[None]:
         """Launches what a graph may repeat: all that is forked in it has to be joined in it."""
         before = [len(stream.works) for stream in self.streams]
-        self._num_graphs += 1
         self.launch("the token's beginning", (), ())
         self.graph = len(self.main.works)
         try:

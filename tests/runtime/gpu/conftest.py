@@ -11,7 +11,7 @@ from support.ordered_engine import Watch, ordered_engines
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch | None]:
     """Looks at all work, if the interpreter runs kernels; None otherwise."""
-    if os.environ.get("ORDER_OFF") or "triton" not in sys.modules or os.environ["TRITON_INTERPRET"] == "0":
+    if "triton" not in sys.modules or os.environ["TRITON_INTERPRET"] == "0":
         yield None
         return
     with ordered_engines(monkeypatch) as looking:

@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.gpu_runs import GpuRun, gpu_decoder, gpu_engine
+from support.gpu_runs import CPU, TOLERANCE, GpuRun, gpu_decoder, reference_logits
 from support.models import TinyMixtral, pack
 from support.ordered_engine import Watch
 from support.ordered_work import OrderError
 
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.gpu import token_step
+from moe_pack.runtime.gpu import devices, token_step
 from moe_pack.runtime.gpu.decoder import GpuDecoder, MovingSlots
 from moe_pack.runtime.gpu.devices import Queues
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.residency import Residency
 from moe_pack.runtime.gpu.token_step import TokenStep
 
+MOVING = GpuRun(0.6, pulled_share=0.0, dynamic_share=0.4)
 IDS = [(37 * i + 5) % 96 for i in range(12)]
 
 
@@ -67,7 +68,7 @@ def predicted(folder: Path) -> None:
 
 def moving(folder: Path) -> None:
     """Tokens whose missing records are copied to slots meanwhile, until some have to leave."""
-    run_tokens(folder, GpuRun(0.6, pulled_share=0.0, dynamic_share=0.4), len(IDS))
+    run_tokens(folder, MOVING, len(IDS))
 
 
 def prompt(folder: Path) -> None:
@@ -92,13 +93,13 @@ MUTANTS = (
            "_reduce .* current stream reads .* the CPU's share .* cpu writes"),
     Mutant("the link is not joined", TokenStep, "_add_experts", 'join("cpu", "link")', 'join("cpu")', split,
            "_reduce .* current stream reads .* _neurons_kernel .* link writes"),
-    Mutant("a prediction is not joined", TokenStep, "run", 'join("next")\n            shared', "join()\n            shared",
+    Mutant("a prediction is not joined", TokenStep, "run", 'join("next")\n            sh', "join()\n            sh",
            predicted, "current stream .* next "),
     Mutant("the last prediction is not joined", TokenStep, "run", 'join("next")\n    layers', "join()\n    layers",
            predicted, "next .*no order|not joined"),
     Mutant("forks wait for nothing", Queues, "forked", f"stream.{WAIT}", "pass", split, "is not forked"),
-    Mutant("joins wait for nothing", Queues, "join", "torch.cuda.current_stream().wait_stream(self._forks[fork])", "pass",
-           split, "current stream reads .* no order"),
+    Mutant("joins wait for nothing", Queues, "join", ".wait_stream(self._forks[fork])", "", split,
+           "current stream reads .* no order"),
     Mutant("the CPU's input comes from a fork", token_step._SplitExperts, "launch", "elementwise.hand_over(",
            'with self._queues.forked("link"): elementwise.hand_over(', split,
            "the CPU's share .* cpu reads .* link writes"),
@@ -121,25 +122,97 @@ MUTANTS = (
     Mutant("copies wait for nothing", Queues, "beside", "self._copy.wait_event(mark.event)", "pass", prompt,
            "copy_ .* copies writes uint8 .* current stream reads"),
     Mutant("marks are where a stream begins", Queues, "mark", "event.record()", "pass", prompt, "no order"),
-    Mutant("a copy's end is before it", Queues, "beside", WORK, "mark = self.mark(); work()\n        return mark", prompt,
-           "current stream reads uint8 .* copies writes"),
+    Mutant("a copy's end is before it", Queues, "beside", WORK, "mark = self.mark(); work()\n        return mark",
+           prompt, "current stream reads uint8 .* copies writes"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_fault_of_order_is_found(
-    mutant: Mutant, folder: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_order_is_found(mutant: Mutant, folder: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.apply(monkeypatch)
     watch.order.is_late = mutant.run is moving
     with pytest.raises(OrderError, match=mutant.found):
         mutant.run(folder)
 
 
-@pytest.mark.parametrize("run", [split, predicted, moving, prompt])
-def test_the_engine_is_in_order(run: Callable[[Path], None], folder: Path, watch: Watch) -> None:
+@pytest.mark.parametrize(
+    ("run", "forks"),
+    [(split, {"cpu", "link"}), (predicted, {"cpu", "link", "next"}), (prompt, {"copies"})],
+)
+def test_the_engine_is_in_order(run: Callable[[Path], None], forks: set[str], folder: Path, watch: Watch) -> None:
     """All streams that a run needs have work."""
     run(folder)
-    used = {stream.name for stream in watch.order.streams if stream.works}
-    needed = {split: {"cpu", "link"}, predicted: {"cpu", "link", "next"}, moving: {"cpu", "copies"}, prompt: {"copies"}}
-    assert used == {"current stream"} | needed[run]
+    assert used_streams(watch) == {"current stream"} | forks
+
+
+def used_streams(watch: Watch) -> set[str]:
+    return {stream.name for stream in watch.order.streams if stream.works}
+
+
+def test_records_that_come_late_change_no_answer(folder: Path, watch: Watch) -> None:
+    """Copies that are not there yet when the host asks: no others begin, and the next token runs without them."""
+    watch.order.is_late = True
+    with gpu_decoder(folder, MOVING) as built:
+        found = torch.cat([built.logits(IDS[:2]), *(built.logits([token]) for token in IDS[2:6])])
+        assert built.counts().promoted and not watch.order.is_late
+    assert used_streams(watch) == {"current stream", "cpu", "copies"}
+    assert (found - reference_logits(folder, IDS[:6])).abs().max() < TOLERANCE
+
+
+def ordered_queues(watch: Watch) -> tuple[Queues, torch.Tensor]:
+    return devices.Queues(CPU), torch.zeros(64, device=CPU)
+
+
+def test_memory_is_not_freed_while_a_fork_uses_it(watch: Watch) -> None:
+    with watch.on():
+        for is_joined in (True, False):
+            queues, x = ordered_queues(watch)
+            out = torch.zeros(64, device=CPU)
+            with queues.forked("link"):
+                torch.sigmoid(x, out=out)
+            if is_joined:
+                queues.join("link")
+            del x
+            if is_joined:
+                torch.zeros(4, device=CPU)
+        with pytest.raises(OrderError, match=r"float32 \[64\] is freed, and sigmoid .* link may still use it"):
+            torch.zeros(4, device=CPU)
+
+
+def test_pieces_of_memory_are_told_apart(watch: Watch) -> None:
+    """Two streams may use different columns at once, and not the same ones."""
+    with watch.on():
+        queues, x = ordered_queues(watch)
+        columns = x.view(8, 8)
+        with queues.forked("link"):
+            columns[:, :4].fill_(1)
+        columns[:, 4:].fill_(2)
+        with pytest.raises(
+            OrderError, match=r"fill_ .* current stream writes float32 .* at byte 12, which fill_ .* link"
+        ):
+            columns[:, 3:5].fill_(3)
+
+
+def test_the_host_reads_a_copy_after_its_mark(watch: Watch) -> None:
+    with watch.on():
+        queues, x = ordered_queues(watch)
+        there = torch.zeros(64, pin_memory=False)
+        there.copy_(x, non_blocking=True)
+        with pytest.raises(
+            OrderError, match=r"numpy .* host reads page-locked float32 .* copy_ .* current stream writes"
+        ):
+            there.numpy()
+        with pytest.raises(OrderError, match="host writes page-locked"):
+            there[3] = 1
+        queues.mark().wait()
+        there[3] = float(there.numpy()[0])
+
+
+def test_values_and_blocking_copies_make_the_host_wait(watch: Watch) -> None:
+    with watch.on():
+        _, x = ordered_queues(watch)
+        there = torch.zeros(64, pin_memory=False)
+        for wait in (lambda: x[0].item(), x.cpu, lambda: there.copy_(x), x.tolist):
+            there.copy_(x, non_blocking=True)
+            wait()
+            there.numpy()

@@ -71,16 +71,18 @@ class Mutant:
 
 
 BARRIER, LOADS = "tl.debug_barrier()", "loads what it has stored, without a barrier"
+OTHERS = "loads what is stored by program 0"
 MUTANTS = (
     Mutant("planes", products.store_part, BARRIER, "pass", experts, LOADS),
     Mutant("activations", neurons._select_kernel, BARRIER, "pass", experts, LOADS),
     Mutant("biases", neurons._neurons_kernel, BARRIER, "pass", experts, LOADS),
     Mutant("a token that enters", attention._attend_kernel, BARRIER, "pass", attend, LOADS),
-    Mutant("logits", router._route_kernel, BARRIER, "pass", route, "loads what is stored by program 0"),
-    Mutant("no release", router._route_kernel, '"acq_rel"', '"acquire"', route, "loads what is stored by program 0"),
-    Mutant("no acquisition", router._route_kernel, '"acq_rel"', '"release"', route, "loads what is stored by program 0"),
-    Mutant("of a program alone", router._route_kernel, '"gpu"', '"cta"', route, "loads what is stored by program 0"),
-    Mutant("one sum for all", neurons._neurons_kernel, "+ program) * D", "+ 0) * D", experts, "stores other values than"),
+    Mutant("logits", router._route_kernel, BARRIER, "pass", route, OTHERS),
+    Mutant("no release", router._route_kernel, '"acq_rel"', '"acquire"', route, OTHERS),
+    Mutant("no acquisition", router._route_kernel, '"acq_rel"', '"release"', route, OTHERS),
+    Mutant("of a program alone", router._route_kernel, '"gpu"', '"cta"', route, OTHERS),
+    Mutant("one sum for all", neurons._neurons_kernel, "+ program) * D", "+ 0) * D", experts,
+           "stores other values than program"),
     Mutant("one count for two", neurons._select_kernel, "counts_ptr + others", "counts_ptr", experts,
            "stores other values than before, without a barrier"),
     Mutant("one place in a list", neurons._select_kernel, "+ before, neuron", "+ before * 0, neuron", experts,
