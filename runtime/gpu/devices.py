@@ -172,7 +172,7 @@ class Mark:
     def wait(self) -> None:
         """Makes the host wait until it is reached; this takes a CPU, because a thread that sleeps wakes up late."""
         if self.event is not None:
-            self.event.synchronize()  # type: ignore[no-untyped-call]  # untyped in torch
+            self.event.synchronize()
 
 
 class HostCalls:

@@ -1,6 +1,7 @@
 """Faults of order in the engine, each made on purpose, are found: the numbers are right, because all runs in turn."""
 
 import inspect
+import os
 import sys
 import textwrap
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.residency import Residency
 from moe_pack.runtime.gpu.token_step import TokenStep
 
+pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="kernels run on a GPU")
 MOVING = GpuRun(0.6, pulled_share=0.0, dynamic_share=0.4)
 IDS = [(37 * i + 5) % 96 for i in range(12)]
 
