@@ -169,6 +169,11 @@ class Mark:
         """Whether the device has done what was given before."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]  # untyped in torch
 
+    def wait(self) -> None:
+        """Makes the host wait until it is reached; this takes a CPU, because a thread that sleeps wakes up late."""
+        if self.event is not None:
+            self.event.synchronize()
+
 
 class HostCalls:
     """Calls C functions from a stream, by the driver's `cuLaunchHostFunc`; a graph that captures a call repeats it.

@@ -26,7 +26,6 @@ from support.gpu_runs import (
     reference_logits,
 )
 from support.interpreted_bf16 import correct_bf16
-from support.late_queues import CarelessQueues, LateQueues
 from support.models import TinyMixtral, pack
 from support.native import kernels_limited_to
 from support.played_slots import played, recorded_tokens
@@ -37,7 +36,6 @@ from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format, tr
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.gpu import devices
 from moe_pack.runtime.gpu.gpu_engine import run_everything
 from moe_pack.runtime.gpu.placements import Misses, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
@@ -189,16 +187,6 @@ def test_every_selector_kind_selects_as_in_plain_torch(tmp_path: Path) -> None:
             with case(f"{selector}, {misses}"):
                 folder = packed(tmp_path / selector / misses, selector, sparse=True)
                 check(folder, GpuRun(0.4, misses), LONG_IDS[:5])
-
-
-@pytest.mark.slow
-def test_no_copy_is_used_before_it_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, run = packed(tmp_path, sparse=True), GpuRun(0.4, pulled_share=0.0, dynamic_share=0.9, chunk_tokens=3)
-    expected = reference_logits(folder, LONG_IDS)
-    for queues, is_right in ((LateQueues, True), (CarelessQueues, False)):
-        monkeypatch.setattr(devices, "Queues", queues)
-        found = gpu_logits(folder, run, LONG_IDS, 5)
-        assert ((found - expected).abs().max() < TOLERANCE) == is_right
 
 
 def mixed(folder: Path) -> Path:

@@ -1,0 +1,17 @@
+"""Shared by the tests of the GPU's engine: its order is proven wherever one runs without a GPU."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from support.ordered_engine import Watch, ordered_engines
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch | None]:
+    """Looks at all work, if the interpreter runs kernels; None otherwise."""
+    if os.environ["TRITON_INTERPRET"] == "0":
+        yield None
+        return
+    with ordered_engines(monkeypatch) as looking:
+        yield looking
