@@ -8,6 +8,7 @@ Source: measured relative errors of an expert's outputs with outlier channels ar
 two (docs/kernels.md).
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -245,7 +246,7 @@ def product_tile(num_tokens: int, num_matrices: int, num_cols: int) -> ProductTi
     """
     if INTERPRETED:  # numpy takes as long for large tiles
         return ProductTile(64, 64, min(num_cols & -num_cols, 512), 1, 4)
-    shared_bytes = _shared_bytes()
+    shared_bytes = _shared_bytes(triton.runtime.driver.active.get_current_device())
     tokens = min(_MOST_TOKENS, max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens)))
     rows = 128 if shared_bytes > _MUCH_SHARED_BYTES or num_matrices == 1 else 64
     step_bytes = 2 * 64 * (rows * num_matrices + tokens)
@@ -253,10 +254,10 @@ def product_tile(num_tokens: int, num_matrices: int, num_cols: int) -> ProductTi
     return ProductTile(rows, tokens, 64, stages, 8 if rows * tokens >= 1 << 13 or num_matrices > 1 else 4)
 
 
-def _shared_bytes() -> int:
-    """Returns the shared memory that one program may take on the current GPU."""
-    driver = triton.runtime.driver.active
-    return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
+@cache
+def _shared_bytes(device: int) -> int:
+    """Returns the shared memory that one program may take on a GPU, by the number that Triton gives it."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 @triton.jit

@@ -242,10 +242,10 @@ def test_bits_depend_neither_on_the_order_of_experts_nor_on_groups(
 def test_outputs_with_outlier_channels_are_near_float64(
     num_halves: int, most: float, kernel_device: torch.device, products_rounded_once: None
 ) -> None:
-    """Relative error of the norm: 32 tokens of 512 channels, of which some are 30 times as large."""
+    """Relative error of the norm: 32 tokens of 1,024 channels, of which some are 30 times as large."""
     stored = part_format(4, 64)
-    (expert,) = experts = alike(Shape(256, 512, "up", stored, stored, stored), 1)
-    x = torch.randn(32, 512, generator=torch.Generator().manual_seed(2))
+    (expert,) = experts = alike(Shape(256, 1024, "up", stored, stored, stored), 1)
+    x = torch.randn(32, 1024, generator=torch.Generator().manual_seed(2))
     x[:, ::127] *= 30
     chosen, weights = np.zeros((32, 1), np.int64), torch.ones(32, 1)
     found = outputs_of(x, chosen, weights, experts, [0.0], kernel_device, num_halves)
