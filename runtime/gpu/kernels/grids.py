@@ -42,7 +42,7 @@ _LIMITS = {80: (64, 32, 164), 86: (48, 16, 100), 89: (48, 24, 100), 90: (64, 32,
            120: (48, 24, 100)}  # fmt: skip
 _SCHEDULERS, _SCHEDULER_REGISTERS = 4, 16384
 _RESERVED_BYTES = 1024  # of shared memory, for each program
-_INTERPRETED_PROGRAMS = 8
+_INTERPRETED_PROGRAMS = 32  # so that an engine's launches are those of a GPU
 
 
 @dataclass(frozen=True, slots=True)
