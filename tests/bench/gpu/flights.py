@@ -88,13 +88,13 @@ class _Chip:
         return self._flight(programs, Registers.ROWS, warps, _TILE_ROWS * row_bytes)
 
     def of_selectors(self, k: int, f: int, d: int, row_bytes: float) -> float:
-        is_narrow = d / row_bytes > 2  # of fewer than four bits: two rows, in two warps instead of four
         if self.grids == "waves":
-            warps, rows, registers, programs = max(1, _TILE_WARPS * d // 4096), _TILE_ROWS, Registers.SELECT, k * f / 4
-        else:
-            block = max(each for each in (16, 32, 64) if each == 16 or k * f / each >= 256)
-            warps, rows, registers, programs = 2, 2 if is_narrow else 4, 160 if is_narrow else 128, k * f / block
-        return self._flight(programs, registers, warps, rows * row_bytes)
+            warps = max(1, _TILE_WARPS * d // 4096)
+            return self._flight(k * f / 4, Registers.SELECT, warps, _TILE_ROWS * row_bytes)
+        is_narrow = d / row_bytes > 2  # of fewer than four bits: two rows, and 64 values of x in a thread's registers
+        block = max(each for each in (16, 32, 64) if each == 16 or k * f / each >= 256)
+        rows, registers = (2, 160) if is_narrow else (4, 128)
+        return self._flight(k * f / block, registers, 2, rows * row_bytes)
 
     def of_records(self, d: int, row_bytes: float) -> float:
         if self.grids == "waves":

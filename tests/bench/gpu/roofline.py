@@ -128,8 +128,8 @@ def forks(moved: LayerBytes, launches: Launches, rates: Rates, is_pull: bool, is
              have forks because rows may be missing, if they are not pulled.
     """
     partials = moved.partials / rates.memory  # written, or read
-    serial = launches.layer * rates.launch_s + rates.latency_s + moved.attention / rates.memory + partials
-    serial = serial + moved.dense / rates.read.dense + moved.select / rates.read.select
+    fixed = launches.layer * rates.launch_s + rates.latency_s + moved.attention / rates.memory + partials
+    serial = fixed + moved.dense / rates.read.dense + moved.select / rates.read.select
     here, none = moved.here / rates.read.records + partials, np.zeros_like(moved.here)
     over_link = (moved.pulled + moved.selectors) / rates.link
     if is_pull:  # a launch more where selectors are missing

@@ -148,3 +148,25 @@ def test_grids_of_every_model_fill_every_gpu(capability: int) -> None:
     found = list(launches((capability,)))
     assert faults(found) == []
     assert {each.kernel.kernel for each in found} == READERS
+
+
+def test_warps_that_run_at_once_are_those_that_ncu_counted_on_an_h200() -> None:
+    """Of the grids of 256 programs; the achieved occupancy, in docs/benchmarks/gpu.md, is lower at a launch's end."""
+    gpu = Gpu.of(90, 132)
+    for programs, registers, warps, shared, percent in (
+        (448, 157, 2, 0, 10.1), (384, 127, 2, 0, 9.0), (256, 96, 4, 0, 12.1), (256, 96, 2, 0, 5.5),
+        (264, 168, 4, 0, 12.6), (256, 166, 4, 36864, 11.8), (1000, 96, 4, 0, 25.6), (4748, 96, 2, 0, 28.4),
+    ):  # fmt: skip
+        expected = 100 * min(programs / gpu.number, gpu.resident(registers, warps, shared)) * warps / gpu.warps
+        assert 0.8 * expected < percent < 1.02 * expected, (programs, registers, warps)
+
+
+def test_programs_are_limited_by_registers_warps_programs_and_shared_memory_of_a_multiprocessor() -> None:
+    small, large = Gpu.of(86, 82), Gpu.of(90, 132)
+    assert [gpu.resident(32, 1) for gpu in (small, large)] == [16, 32]
+    assert [gpu.resident(32, 8) for gpu in (small, large)] == [6, 8]
+    assert [gpu.resident(168, 4, 36864) for gpu in (small, large)] == [2, 3]
+    assert large.resident(255, 8) == 1 and large.resident(255, 16) == 1
+    # Capabilities between two known ones are as the lower, and those below all as the lowest.
+    assert Gpu.of(121, 48) == Gpu.of(120, 48) and Gpu.of(103, 148) == Gpu.of(100, 148)
+    assert Gpu.of(75, 40) == Gpu.of(80, 40)
