@@ -405,7 +405,11 @@ def _token_experts(shape: TokenShape) -> None:
     running = tables.RunningNeurons.allocate(shape.k, shape.f, CPU, num_programs=select_programs(kinds))
     num_sums = num_partials(shape.k, shape.f, num_sms, sums_at_once(kinds))
     x, experts = torch.empty(shape.d), each[: shape.k]
+    left = tables.LeftToCpu(experts, running.neurons, running.a, experts, running.neurons)
     select(x, experts, layer, running)
+    for by_expert in (False, True):
+        landing = tables.Landing(at[: shape.k], 8, shape.f, 4)
+        compact(experts, layer, running, landing, torch.zeros(1), left, True, 0.0, by_expert)
     neurons(x, experts, layer, running, torch.empty(shape.k, num_sums, shape.d), "here")
 
 

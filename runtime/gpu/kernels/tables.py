@@ -17,6 +17,7 @@ from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 
 # Neurons that are selected and listed together (`RunningNeurons.allocate`). The smallest block is a tile of 4 bits.
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 64, 4
+_MOST_BLOCKS = 2048  # of a token's experts: a program of `compact` has the counts of all in the registers of a warp
 _USUAL_WARPS = 4  # of `select`: for rows of 4,096 codes of 2 or 4 bits
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
 # begin at any multiple of 4 bytes. Slots and scratch memory are a layer's own.
@@ -137,6 +138,8 @@ class RunningNeurons(NamedTuple):
         block = _LARGEST_BLOCK
         least = 2 * wave(Registers.SELECT, _USUAL_WARPS) if num_programs is None else num_programs
         while block > _SMALLEST_BLOCK and k * -(-num_rows // block) < least:
+            if k * -(-num_rows // (block // 2)) > _MOST_BLOCKS:
+                break
             block //= 2
         num_blocks = -(-num_rows // block)
 

@@ -45,6 +45,8 @@ def launches(capabilities: tuple[int, ...], only: str = "") -> Iterator[Launch]:
     for k in launched(capabilities, only):
         if k.kernel in READERS:
             yield launch_of(k)
+        else:  # those that list neurons and combine splits, whose sizes follow from the grids
+            assert k.local_bytes == k.stack_bytes == 0, f"{k.call}, {k.kernel}, sm_{k.capability}: spills"
 
 
 def launch_of(k: Compiled) -> Launch:
