@@ -135,7 +135,9 @@ class RecordPrefetch:
         self._host_rows, self._placement = host_rows, memory.placement
         n, f = len(prediction.experts), spec.expert.intermediate_size
         self.totals = torch.zeros((len(host_rows), n, 3), dtype=torch.int32, device=device)
-        self._running = RunningNeurons.allocate(n, f, device, memory.record_at.dtype)
+        self._running = RunningNeurons.allocate(
+            n, f, device, memory.record_at.dtype, neurons.select_programs(memory.layers[0].kinds)
+        )
         self._all = torch.ones(1, device=device)
         self._turned = torch.zeros(spec.hidden_size, device=device)
         self._matrix = device_matrix(spec.hidden_size, device)

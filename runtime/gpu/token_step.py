@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_pack.runtime.gpu import cpu_share, devices, placements
 from moe_pack.runtime.gpu.kernels import elementwise, rotation
-from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
+from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select, select_programs, sums_at_once
 from moe_pack.runtime.gpu.kernels.pull import enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice
 from moe_pack.runtime.gpu.kernels.rows import num_partials
@@ -162,12 +162,12 @@ class _Buffers:
         f, k, d = spec.expert.intermediate_size, spec.router.num_experts_per_tok, spec.hidden_size
         num_layers = len(spec.moe_layers)
         is_rotated = any(weights.rotation(layer_idx) is not None for layer_idx in range(num_layers))
-        running = RunningNeurons.allocate(k, f, device, offsets)
+        kinds = weights.memory.layers[0].kinds  # those of all layers
+        running = RunningNeurons.allocate(k, f, device, offsets, select_programs(kinds))
         self.totals = torch.zeros((num_layers, k, 4), dtype=torch.int32, device=device)
         self.running = [running._replace(totals=totals) for totals in self.totals]
-        self.partials, self.pulled_partials = (
-            torch.zeros((k, num_partials(k, f, num_sms), d), device=device) for _ in range(2)
-        )
+        num_sums = num_partials(k, f, num_sms, sums_at_once(kinds))
+        self.partials, self.pulled_partials = (torch.zeros((k, num_sums, d), device=device) for _ in range(2))
         self.selector_units = torch.zeros((k, f), dtype=offsets, device=device)
         self.pulled_share = torch.tensor([pulled_share], device=device)
         self.num_changed = torch.zeros(num_layers, dtype=torch.int32, device=device)

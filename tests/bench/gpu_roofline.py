@@ -21,12 +21,26 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # launches are counted in plain 
 
 import click
 from benchlib import ROOT, table
+from gpu.flights import COPY_SHARE, LATENCY_S, START_S
 from gpu.launches import CPU_CALL, TO_GPU, TO_HOST, WAIT, Mode, TokenLaunches, count, is_kernel
 from gpu.packs import MIXTRAL, QWEN3, SKEW
-from gpu.roofline import CONTEXT_TOKENS, CPU_RATES, NUM_SMS, Misses, Setup, Subject, kernel_times, predict
+from gpu.roofline import (
+    ATTEND_S,
+    ATTEND_TILE_S,
+    CONTEXT_TOKENS,
+    CPU_RATES,
+    NUM_SMS,
+    ROUTE_S,
+    TOKEN_S,
+    Misses,
+    Setup,
+    Subject,
+    kernel_times,
+    predict,
+)
 from gpu.runs import Run
 
-from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, CALL_S, GPU_TOKEN_S, GPUS, LAUNCH_S, LINK_SHARE, known_gpu
+from moe_pack.convert.plan.machines import CALL_S, GPUS, LINK_SHARE, known_gpu
 from moe_pack.runtime.gpu.fit import usual_budget
 
 COUNTS = ROOT / "docs" / "benchmarks" / "gpu-launches.jsonl"
@@ -50,6 +64,7 @@ _ANSWERS: tuple[tuple[Misses, str], ...] = (
 _SOURCES = {
     "RTX 3090": "NVIDIA Ampere GA102 architecture paper",
     "RTX 4090": "NVIDIA Ada architecture paper",
+    "H100": "NVIDIA H100 data sheet and architecture paper",
     "H200": "NVIDIA H200 data sheet, H100 architecture paper",
 }
 
@@ -116,7 +131,7 @@ def predictions(runs: Sequence[Run]) -> str:
         f"Commit {counts.commit}, {counts.date}. The command needs no GPU.",
         *_launches(counts),
         *_assumptions(),
-        *_kernels(subjects, counts),
+        *_kernels(subjects, counts, measured_ms(runs)),
         *_speeds(subjects, counts, measured_ms(runs)),
     ]
     return "\n\n".join(map(_wrapped, blocks)) + "\n"
@@ -171,11 +186,14 @@ def _assumptions() -> Iterator[str]:
     rates_text = " and ".join(f"{rate / 1e9:g} GB/s with {name}" for name, rate in CPU_RATES.items())
     yield "\n".join(
         (
-            f"- Kernels reach {BANDWIDTH_SHARE:.0%} of the memory's rate, and pulled records {LINK_SHARE:.0%} of the "
-            "link's.",
-            f"- A launch or a copy in a graph costs a gap of {1e6 * LAUNCH_S:g} us, and a call of the CPU "
-            f"{1e6 * CALL_S:g} us. The start and the end of a token cost {1e6 * GPU_TOKEN_S:g} us. Not included are "
-            "the host's work between two tokens and the choice of the next token.",
+            f"- Kernels that read rows reach what their grids allow ([flights.py](../../tests/bench/gpu/flights.py)): "
+            f"a launch takes {1e6 * START_S:g} us to start, memory has a latency of {1e6 * LATENCY_S:g} us, and a "
+            f"copy reaches {COPY_SHARE:.1%} of the memory's rate. These are fitted to ten launches of an H200, which "
+            "they give within a fifth, and assumed for other GPUs.",
+            f"- Pulled records reach {LINK_SHARE:.0%} of the link's rate. A call of the CPU costs {1e6 * CALL_S:g} us.",
+            f"- Attention and the router of a layer take {1e6 * (ATTEND_S + ATTEND_TILE_S + ROUTE_S):.1f} us in "
+            f"addition, and a token {1e6 * TOKEN_S:g} us: its start and end, and the choice of the next one. Both are "
+            "what the H200's tokens leave.",
             f"- The CPU computes its share at {rates_text}: two thirds of two channels of DDR5-5600 (89.6 GB/s), and "
             "three quarters of two channels of DDR4-3200 (51.2 GB/s).",
             f"- Attention reads the keys and values of {CONTEXT_TOKENS:,} tokens in bfloat16. Partial sums are written "
@@ -192,11 +210,16 @@ def _assumptions() -> Iterator[str]:
     )
 
 
-def _kernels(subjects: dict[str, Subject], counts: Counts) -> Iterator[str]:
+def _kernels(subjects: dict[str, Subject], counts: Counts, measured: Measured) -> Iterator[str]:
     yield "## A token by kernel, everything resident"
-    yield "MB that must be moved, and the predicted ms."
+    yield (
+        "MB that must be moved, and the predicted ms. The grids of kernels that read rows are waves of programs, "
+        "which no GPU has run. The measured speeds are those of grids of 256 programs, whose predictions stand next "
+        "to them."
+    )
     for name, subject in subjects.items():
-        found = {gpu: kernel_times(subject, gpu, counts.of(subject.request.model)["resident"]) for gpu in NUM_SMS}
+        counted = counts.of(subject.request.model)["resident"]
+        found = {gpu: kernel_times(subject, gpu, counted) for gpu in NUM_SMS}
         body = []
         for parts in zip(*found.values(), strict=True):
             cells = []
@@ -206,6 +229,15 @@ def _kernels(subjects: dict[str, Subject], counts: Counts) -> Iterator[str]:
         totals = [sum(part.seconds for part in parts) for parts in found.values()]
         body.append(["**token**", *(cell for total in totals for cell in ("", f"{1e3 * total:.2f}"))])
         body.append(["**tokens a second**", *(cell for total in totals for cell in ("", f"{1 / total:.0f}"))])
+        before = [
+            1 / sum(part.seconds for part in kernel_times(subject, gpu, counted, "256 programs")) for gpu in NUM_SMS
+        ]
+        body.append(["with grids of 256 programs", *(cell for speed in before for cell in ("", f"{speed:.0f}"))])
+        whole = [measured.get((gpu, subject.request.name, None)) for gpu in NUM_SMS]
+        body.append(
+            ["those, measured", *(cell for ms in whole for cell in ("", "" if ms is None else f"{1e3 / ms:.0f}"))]
+        )
+        body.append(["**measured, untested on a GPU**", *([""] * 2 * len(NUM_SMS))])
         yield f"### {name} by kernel"
         yield table(["", *(f"{gpu.removeprefix('RTX ')}, {unit}" for gpu in found for unit in ("MB", "ms"))], body)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_pack.formats import Selector
 from support.named_formats import TRELLISES, Name
@@ -26,6 +26,8 @@ from support.named_formats import TRELLISES, Name
 # guide, technical specifications per compute capability).
 SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 CAPABILITIES = tuple(SHARED_BYTES)
+# Multiprocessors of an A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090 (their data sheets).
+NUM_SMS = {80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", *TRELLISES)
 DIMS = (2048, 4096, 7168)
@@ -35,7 +37,8 @@ DIMS = (2048, 4096, 7168)
 class Compiled:
     """A kernel as a GPU would run it.
 
-    `call`: what it was compiled for.   `stack_bytes`, `local_bytes`: not zero where registers are spilled.
+    `call`: what it was compiled for.   `programs`: of its launch.
+    `stack_bytes`, `local_bytes`: not zero where registers are spilled.
     `loads`: how many loads of global memory, asynchronous ones too, by the jitted function in whose lines they stand
     and the bytes a thread loads at once (`load_words 16`).   `flushes`: additions and products of float32 that take
     subnormals for zeros.   `instructions`: how many of each, where asked for: disassembling takes as long as compiling.
@@ -48,12 +51,14 @@ class Compiled:
     registers: int
     stack_bytes: int
     local_bytes: int
-    shared_bytes: int
+    shared_bytes: int  # that are reserved, or known when it is compiled
+    launched_bytes: int  # of shared memory that the launch asks for in addition
     flushes: int
     loads: dict[str, int]
     instructions: dict[str, int]
     # Of the innermost loop with products of tensor cores, where asked for: all its instructions, and these products.
     step: dict[str, int]
+    programs: int
 
 
 def compiled(
@@ -65,8 +70,17 @@ def compiled(
     with_instructions: bool = False,
 ) -> list[Compiled]:
     """What all calls whose names contain one of `only`'s parts, between commas, compile to, in a process of its own."""
-    command = [sys.executable, __file__, "--only", only, "--widths", _listed(widths), "--dims", _listed(dims)]
-    command += ["--selectors", ",".join(selectors), *(["--instructions"] if with_instructions else [])]
+    options = ["--widths", _listed(widths), "--dims", _listed(dims), "--selectors", ",".join(selectors)]
+    return _run(capabilities, only, [*options, *(["--instructions"] if with_instructions else [])])
+
+
+def launched(capabilities: tuple[int, ...], only: str = "") -> list[Compiled]:
+    """Every launch of calls of published models (`kernel_calls.model_calls`), in a process of its own."""
+    return _run(capabilities, only, ["--models"])
+
+
+def _run(capabilities: tuple[int, ...], only: str, options: list[str]) -> list[Compiled]:
+    command = [sys.executable, __file__, "--only", only, *options]
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [*command, *map(str, capabilities)], capture_output=True, text=True, env=os.environ | environment
@@ -100,6 +114,12 @@ def calls(
         yield from kernel_calls.token_calls() if 16 in widths else ()
 
 
+def _model_calls() -> Iterator[Call]:
+    from support import kernel_calls
+
+    yield from kernel_calls.model_calls()
+
+
 # --- how it is compiled
 
 
@@ -111,15 +131,19 @@ class _Utils:
         return 0, 0, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES[device], "multiprocessor_count": 132, "warpSize": 32}
+        return {"max_shared_mem": SHARED_BYTES[device], "multiprocessor_count": NUM_SMS[device], "warpSize": 32}
 
 
 class _NoLauncher:
+    """Notes launches: a kernel's hash, and its number of programs."""
+
+    noted: ClassVar[list[tuple[str, int]]] = []
+
     def __init__(self, source: Any, metadata: Any) -> None:
-        pass
+        self._hash = metadata.hash
 
     def __call__(self, *args: Any, **options: Any) -> None:
-        pass
+        self.noted.append((self._hash, args[0] * args[1] * args[2]))
 
 
 class RecordingDriver:
@@ -144,38 +168,45 @@ class RecordingDriver:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def compile_calls(capability: int, chosen: list[Call], with_instructions: bool) -> Iterator[Compiled]:
-    """What each call compiles for a GPU; a kernel that an earlier call compiled is not told again."""
+def compile_calls(
+    capability: int, chosen: list[Call], with_instructions: bool, is_each: bool = False
+) -> Iterator[Compiled]:
+    """What each call compiles for a GPU, a kernel once; if `is_each`, for each of its launches."""
     import triton
     from triton.runtime.driver import driver
 
-    found: list[tuple[str, Any]] = []
+    found: dict[str, tuple[str, Any]] = {}
     driver.set_active(RecordingDriver(capability))
 
     def keep(**event: Any) -> None:
         fn, device = event["fn"].jit_function, event["compile"]["device"]
-        found.append((fn.__name__, fn.device_caches[device][0][event["key"]]))
+        built = fn.device_caches[device][0][event["key"]]
+        found[built.metadata.hash] = (fn.__name__, built)
 
     triton.knobs.runtime.jit_post_compile_hook = keep
     for name, call in chosen:
-        found.clear()
+        _NoLauncher.noted.clear()
+        if not is_each:
+            found.clear()
         call()
-        for kernel, built in found:
-            yield _described(name, kernel, capability, built, with_instructions)
+        programs = dict(_NoLauncher.noted)
+        for hashed in dict(_NoLauncher.noted) if is_each else found:
+            kernel, built = found[hashed]
+            yield _described(name, kernel, capability, built, with_instructions, programs.get(hashed, 0))
 
 
-def _described(call: str, kernel: str, capability: int, built: Any, with_instructions: bool) -> Compiled:
+def _described(call: str, kernel: str, capability: int, built: Any, with_instructions: bool, programs: int) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
         usage = _cuobjdump("-res-usage", file.name)
         sass = _cuobjdump("-sass", file.name) if with_instructions else ""
     usages = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    flushes = len(re.findall(r"\b(?:add|sub|mul|fma)(?:\.\w+)*\.ftz\.f32", built.asm["ptx"]))
     return Compiled(
         call, kernel, capability, built.metadata.num_warps, usages["REG"], usages["STACK"], usages["LOCAL"],
-        usages["SHARED"], len(re.findall(r"\b(?:add|sub|mul|fma)(?:\.\w+)*\.ftz\.f32", built.asm["ptx"])),
-        loads_by_function(built.asm["ptx"]),
-        dict(Counter(name for _, name, _ in instructions_of(sass))), product_step(sass),
+        usages["SHARED"], built.metadata.shared, flushes, loads_by_function(built.asm["ptx"]),
+        dict(Counter(name for _, name, _ in instructions_of(sass))), product_step(sass), programs,
     )  # fmt: skip
 
 
@@ -252,15 +283,17 @@ def main() -> None:
     parser.add_argument("--dims", default=_listed(DIMS))
     parser.add_argument("--selectors", default=",".join(SELECTORS))
     parser.add_argument("--instructions", action="store_true")
+    parser.add_argument("--models", action="store_true")
     parser.add_argument("capabilities", nargs="*", type=int, default=CAPABILITIES)
     given = parser.parse_args()
     widths = tuple(int(name) if name.isdigit() else name for name in given.widths.split(","))
     dims = tuple(map(int, given.dims.split(",")))
     selectors = tuple(selector for selector in SELECTORS if selector in given.selectors.split(","))
     parts = given.only.split(",")
-    chosen = [call for call in calls(widths, dims, selectors) if any(part in call[0] for part in parts)]
+    every = _model_calls() if given.models else calls(widths, dims, selectors)
+    chosen = [call for call in every if any(part in call[0] for part in parts)]
     for capability in given.capabilities:
-        for kernel in compile_calls(capability, chosen, given.instructions):
+        for kernel in compile_calls(capability, chosen, given.instructions, given.models):
             sys.stdout.write(json.dumps(asdict(kernel)) + "\n")
             sys.stdout.flush()
 

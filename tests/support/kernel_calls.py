@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+from triton.runtime.driver import driver
 
 from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, NeuronFunction, RouterSpec, Selector, part_format
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
@@ -12,10 +13,10 @@ from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels import attention, grouped, halves, predict, pull, tables
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
-from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
+from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select, select_programs, sums_at_once
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
-from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.rows import RowPart, num_partials, part_of, stored_part
 from moe_pack.runtime.model.caches.storage import RowStorage
 from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 from moe_pack.runtime.model.compute.rotation import Rotation
@@ -340,3 +341,84 @@ def _pull(d: int, width: int) -> None:
     pull.pull_selectors(experts, layer, host, 8, at[:k])
     pull.bring(torch.zeros(16, dtype=torch.int64), each, kind.record_units, host.rows, layer.arena)
     pull.enter_rows(torch.zeros((16, 2), dtype=torch.int32), each[:1], at.view(-1))
+
+
+# --- a token of published models
+
+
+class TokenShape(NamedTuple):
+    """Sizes of a model's layers, and the bits of its experts' selectors and records; dense matrices have 4."""
+
+    d: int
+    f: int
+    k: int
+    attention: tuple[int, int, int]  # heads, key heads, width
+    vocab: int
+    selector_bits: int
+    record_bits: tuple[int, ...]  # of kinds of experts
+    shared: int = 0  # neurons of the shared expert
+
+
+TOKENS = {
+    "Mixtral-8x7B": TokenShape(4096, 14336, 2, (32, 8, 128), 32000, 2, (2, 4)),
+    "Qwen3-30B-A3B": TokenShape(2048, 768, 8, (32, 4, 128), 151936, 4, (4,)),
+    "Qwen3.6-35B-A3B": TokenShape(2048, 512, 8, (16, 2, 256), 248320, 4, (4,), shared=512),
+}
+
+
+def model_calls() -> Iterator[Call]:
+    """The launches of a token that read rows or keys, with 4,096 positions, for the multiprocessors of the driver."""
+    for name, shape in TOKENS.items():
+        heads, kv_heads, width = shape.attention
+        yield f"{name} experts", partial(_token_experts, shape)
+        yield f"{name} qkv", partial(_token_products, shape.d, (heads * width, kv_heads * width, kv_heads * width))
+        yield f"{name} o", partial(_token_products, heads * width, (shape.d,))
+        yield f"{name} head", partial(_token_products, shape.d, (shape.vocab,))
+        if name == "Mixtral-8x7B":
+            yield f"{name} plain", partial(_token_plain, shape.d, shape.vocab)
+        yield f"{name} attend", partial(_attend, heads, kv_heads, width, BF16, "none" if width == 128 else "head")
+        if shape.shared:
+            yield f"{name} shared", partial(_token_gated, shape.d, shape.shared)
+            yield f"{name} shared down", partial(_token_products, shape.shared, (shape.d,))
+
+
+def _token_experts(shape: TokenShape) -> None:
+    num_sms = driver.active.utils.get_device_properties(driver.active.get_current_device())["multiprocessor_count"]
+    spec, low = ExpertSpec("silu", shape.f, ("gate", "up", "down"), (), 0), part_format(shape.selector_bits, 64)
+    records = [part_format(bits, 64) for bits in shape.record_bits]
+    layouts = [expert_layout(ExpertFormat(part, low, part), "up", spec, shape.d) for part in records]
+    kinds = tuple(tables.kind_of(layout, "up", "silu") for layout in layouts)
+    at, each = torch.zeros(16, shape.f, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    layer = tables.LayerTables(torch.empty(128, dtype=torch.uint8), at, at, each, torch.zeros(16), kinds, None)
+    running = tables.RunningNeurons.allocate(shape.k, shape.f, CPU, num_programs=select_programs(kinds))
+    num_sums = num_partials(shape.k, shape.f, num_sms, sums_at_once(kinds))
+    x, experts = torch.empty(shape.d), each[: shape.k]
+    left = tables.LeftToCpu(experts, running.neurons, running.a, experts, running.neurons)
+    select(x, experts, layer, running)
+    for by_expert in (False, True):
+        landing = tables.Landing(at[: shape.k], 8, shape.f, 4)
+        compact(experts, layer, running, landing, torch.zeros(1), left, True, 0.0, by_expert)
+    neurons(x, experts, layer, running, torch.empty(shape.k, num_sums, shape.d), "here")
+
+
+def _token_matrix(d: int, num_rows: int) -> StoredRows:
+    layout = row_layout([("weight", part_format(4, 64), False)], d)
+    return StoredRows(torch.empty(num_rows, layout.row_bytes, dtype=torch.uint8), part_of(layout, "weight"))
+
+
+def _token_products(d: int, nums: tuple[int, ...]) -> None:
+    x, products = torch.empty(d), [Product(_token_matrix(d, num), torch.empty(num)) for num in nums]
+    if len(nums) > 1:
+        normed_gemv(x, Norm(x, None, 1e-6), products)
+    else:
+        gemv(x, products[0].matrix, products[0].out, residual=products[0].out)
+
+
+def _token_plain(d: int, num_rows: int) -> None:
+    rows = torch.empty(num_rows, d, dtype=torch.bfloat16)
+    gemv(torch.empty(d), StoredRows(rows, stored_part("BF16", d)), torch.empty(num_rows))
+
+
+def _token_gated(d: int, f: int) -> None:
+    matrix = _token_matrix(d, f)
+    gated(torch.empty(d), matrix, matrix, "silu", torch.empty(f), weight=torch.empty(1))

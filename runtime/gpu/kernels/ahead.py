@@ -30,7 +30,7 @@ from triton.runtime.jit import JITCallable
 from moe_pack.formats import NO_PROGRESS, Progress
 from moe_pack.formats.base.commands import Stage
 from moe_pack.runtime.gpu import kernels
-from moe_pack.runtime.gpu.kernels.rows import INTERPRETED
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED
 
 _FEWEST = 4  # with fewer kernels, starting processes takes longer than compiling
 _NAME_CHARACTERS = 150  # Triton cuts the name of a kernel's file in the cache to so many

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
+from moe_pack.runtime.gpu.kernels.grids import Registers, wave
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.gpu.kernels.rotation import hadamard_stage
@@ -127,13 +128,21 @@ def rotate(x, x_other, c, cos_ptr, sin_ptr, HALF: tl.constexpr, INTERLEAVED: tl.
 _BLOCK_H = 16  # the fewest rows that a product of tiles may have
 _USUAL_WIDTH = 128  # keys of other widths are multiplied in pieces, so that registers do not spill
 _PIECE = 64
-_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
-_MAX_SPLITS = 64  # more splits cost more time to combine
-_COMBINED = tl.constexpr(16)  # splits that are read at once
+_MAX_SPLITS = 128  # more splits cost more time to combine
+_COMBINED = tl.constexpr(4096)  # values of splits that are read at once
 
 
 def _block_s(width: int) -> int:
     return 32 if width <= _USUAL_WIDTH else 16
+
+
+def _num_warps(width: int) -> int:
+    return 4 if width <= _USUAL_WIDTH else 8
+
+
+def _tile_bytes(width: int) -> int:
+    """Returns the shared memory of a program: two tiles of keys and of values in 16 bits, and a tile of queries."""
+    return 2 * 2 * 2 * _block_s(width) * width + 2 * _BLOCK_H * _USUAL_WIDTH
 
 
 @triton.constexpr_function
@@ -151,10 +160,10 @@ class AttentionWorkspace(NamedTuple):
     def allocate(
         cls, num_heads: int, num_kv_heads: int, width: int, context_tokens: int, device: torch.device
     ) -> "AttentionWorkspace":
-        """Allocates for values of `width`, and for as many splits as pay for `context_tokens`: a power of two."""
+        """Allocates for values of `width`, and for as many splits as pay for `context_tokens`: a wave of programs."""
         tiles = num_kv_heads * -(-num_heads // num_kv_heads // _BLOCK_H)
-        most = min(_MAX_SPLITS, max(1, _PROGRAMS // tiles), -(-context_tokens // _block_s(width)))
-        splits = 1 << (most.bit_length() - 1)
+        num_programs = wave(Registers.ATTEND, _num_warps(width), _tile_bytes(width))
+        splits = min(_MAX_SPLITS, max(1, num_programs // tiles), -(-context_tokens // _block_s(width)))
         sums = torch.zeros((2, splits, num_heads), device=device)
         return cls(sums, torch.zeros((splits, num_heads, width), device=device))
 
@@ -231,7 +240,7 @@ def attend(
     )  # fmt: skip
     _attend_kernel[(num_kv_heads * shape.tiles, splits)](
         q, _Cache(keys, values, num_places), position, sinks, workspace, out, new, scale, shape,
-        num_warps=4 if width <= _USUAL_WIDTH else 8, num_stages=2, enable_fp_fusion=True,
+        num_warps=_num_warps(width), num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1 or coding.BITS:
         shape = shape._replace(form=None)  # this kernel is the same for all of them
@@ -349,7 +358,7 @@ def _combine_kernel(position_ptr, sinks_ptr, workspace, out_ptr, SHAPE: tl.const
     start, stop, share = _seen(position_ptr, SHAPE)
     used = tl.cdiv(stop - start, share)  # the other splits wrote nothing
     # The largest score of all splits and of the sink, and the sum of all powers.
-    splits = tl.arange(0, SHAPE.splits)
+    splits = tl.arange(0, triton.next_power_of_2(SHAPE.splits))
     tops = tl.load(workspace.sums + splits * HEADS + head, mask=splits < used, other=-float("inf"))
     totals = tl.load(workspace.sums + (SHAPE.splits + splits) * HEADS + head, mask=splits < used, other=0.0)
     top = tl.max(tops)
@@ -360,10 +369,12 @@ def _combine_kernel(position_ptr, sinks_ptr, workspace, out_ptr, SHAPE: tl.const
     if sinks_ptr is not None:
         total += tl.exp(sink - top)
     # Adds the splits' mixes, some at a time.
-    cv = tl.arange(0, _block_v(WIDTH))
-    y = tl.zeros(cv.shape, tl.float32)
-    for first in loop_range(0, used, _COMBINED):
-        split = first + tl.arange(0, _COMBINED)
+    BLOCK_V: tl.constexpr = _block_v(WIDTH)
+    AT_ONCE: tl.constexpr = _COMBINED // BLOCK_V
+    cv = tl.arange(0, BLOCK_V)
+    y = tl.zeros([BLOCK_V], tl.float32)
+    for first in loop_range(0, used, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
         of_split = tl.load(workspace.sums + split * HEADS + head, mask=split < used, other=-float("inf"))
         powers = tl.exp(of_split - top)
         places = (split * HEADS + head)[:, None] * WIDTH + cv[None, :]

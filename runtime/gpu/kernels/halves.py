@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED
 from moe_pack.runtime.gpu.kernels.products import load_tile, tile_cols
 from moe_pack.runtime.gpu.kernels.rows import (
     AFFINE,
     E5M2,
     FP8,
-    INTERPRETED,
     TRELLIS,
     UNITS,
     RowPart,

@@ -15,17 +15,20 @@ from torch import Tensor
 from moe_pack.formats import NeuronFunction
 from moe_pack.runtime.gpu.kernels import halves
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, Norm, act, factor
+from moe_pack.runtime.gpu.kernels.grids import Registers, wave
 from moe_pack.runtime.gpu.kernels.products import (
     add_part,
+    dot_loaded,
     dot_part,
     has_two_planes,
     load_normed_part,
     load_part,
+    load_rows,
     load_x_part,
     store_part,
     zero_part,
 )
-from moe_pack.runtime.gpu.kernels.rows import TRELLIS, RowPart, dot_tile, lookup_for, sum_tile
+from moe_pack.runtime.gpu.kernels.rows import TRELLIS, RowPart, Tile, dot_tile, lookup_for, sum_tile
 
 
 def gemm(
@@ -58,7 +61,6 @@ class RowBytes(NamedTuple):
     units: int  # the bytes of a row, divided by 16
 
 
-FEW_PROGRAMS = 256  # about two for each multiprocessor of a large GPU; with more rows, programs take more blocks
 MOST_BLOCKS = 8  # of rows that a program multiplies one after the other, so that it reads x once for all
 
 
@@ -136,7 +138,8 @@ def _launch_gemv(
     assert norm is None or part.bias < 0, "a norm's factor multiplies the products, and no bias"
     targets = tuple(_Target(matrix.raw, out, bias) for matrix, out, bias in products)
     nums = [len(out) for _, out, _ in products]
-    blocks = _Blocks(tile.rows, blocks_of_program(sum(nums), tile.rows), norm is not None)
+    registers = Registers.ROWS if part.group else Registers.PLAIN_ROWS
+    blocks = _Blocks(tile.rows, num_blocks(sum(nums), tile, registers), norm is not None)
     n, n_1, n_2 = (*nums, 0, 0)[:_AT_ONCE]
     programs = sum(triton.cdiv(n, blocks.rows * blocks.number) for n in nums)
     _gemv[(programs,)](
@@ -164,9 +167,9 @@ class _Blocks(NamedTuple):
     has_norm: bool
 
 
-def blocks_of_program(num_rows: int, block_rows: int) -> int:
-    """Returns how many blocks of rows a program multiplies: several where there are programs enough without."""
-    return max(1, min(MOST_BLOCKS, num_rows // (block_rows * FEW_PROGRAMS)))
+def num_blocks(num_rows: int, tile: Tile, registers: int) -> int:
+    """Returns how many blocks of rows a program multiplies: several if two waves of programs do so."""
+    return max(1, min(MOST_BLOCKS, num_rows // (tile.rows * 2 * wave(registers, tile.num_warps))))
 
 
 def gated(
@@ -189,8 +192,9 @@ def gated(
     assert norm is None or max(part.bias for part in parts) < 0, "a norm's factor multiplies the products, and no bias"
     # Both matrices' codes are loaded at once: with as many rows of a trellis or of two planes, registers spill.
     has_much = lookup is not None or any(map(has_two_planes, parts))
-    block_rows = max(1, tile.rows // len(parts)) if has_much else tile.rows
-    blocks = _Blocks(block_rows, blocks_of_program(f, block_rows), norm is not None)
+    tile = Tile(max(1, tile.rows // len(parts)) if has_much else tile.rows, tile.num_warps)
+    registers = Registers.ROWS if any(part.group for part in parts) else Registers.PLAIN_ROWS
+    blocks = _Blocks(tile.rows, num_blocks(f, tile, registers), norm is not None)
     how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks)
     _gated[(triton.cdiv(f, blocks.rows * blocks.number),)](
         x, norm, None if gate is None else gate.in_memory, up.in_memory, weight, out, lookup, f, how,
@@ -264,7 +268,7 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
     row = program * (BLOCKS.number * R) + tl.arange(0, R)
     live = row < n
     if loads_ahead(PART):
-        codes = load_part(rows_ptr, row.to(tl.int64) * row_units, live, PART)
+        codes, scales = load_rows(rows_ptr, row.to(tl.int64) * row_units, live, PART)
     x, x_factor = _load_input(x_ptr, norm, PART, BLOCKS.has_norm)
     for block in range(BLOCKS.number):
         # Loads the next block's codes before this one's are multiplied.
@@ -272,11 +276,11 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
         row += R
         live = (row < n) & (block + 1 < BLOCKS.number)
         if loads_ahead(PART):
-            current = codes
-            codes = load_part(rows_ptr, row.to(tl.int64) * row_units, live, PART)
+            current, current_scales = codes, scales
+            codes, scales = load_rows(rows_ptr, row.to(tl.int64) * row_units, live, PART)
         else:
-            current = load_part(rows_ptr, units, is_row, PART)
-        total = dot_part(rows_ptr, units, is_row, current, x, lookup_ptr, PART)
+            current, current_scales = load_rows(rows_ptr, units, is_row, PART)
+        total = dot_loaded(current, current_scales, x, lookup_ptr, PART)
         # Ends the product: the norm's factor, the bias, and the hidden state to which it is added.
         if BLOCKS.has_norm:
             total *= x_factor

@@ -17,17 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, act, factor
+from moe_pack.runtime.gpu.kernels.grids import Registers, resident_warps, wave
 from moe_pack.runtime.gpu.kernels.products import (
     add_loaded,
     dot_loaded,
-    load_part,
-    load_part_scales,
+    load_rows,
     load_x_part,
     runs,
     store_part,
     zero_part,
 )
-from moe_pack.runtime.gpu.kernels.rows import RowPart, Tile, ahead_tile, dot_tile, lookup_for, sum_tile
+from moe_pack.runtime.gpu.kernels.rows import SUM_WARPS, RowPart, Tile, ahead_tile, dot_tile, lookup_for, sum_tile
 from moe_pack.runtime.gpu.kernels.tables import (
     PER_LAYER,
     WHOLE,
@@ -86,12 +86,36 @@ def select(
         _products(kind, gate, up, None, tile, num_warps, running.block)
         for kind, (gate, up), tile in zip(tables.kinds, parts, tiles, strict=True)
     )
+    different = tuple(dict.fromkeys(kinds))  # kinds may differ in their records alone
+    which = tuple(map(different.index, kinds))
     at = tables.selector_at if selector_units is None else selector_units
     _select_kernel[running.counts.shape[1:]](
         x, experts, tables.pointers._replace(selector_at=tables.record_at if at is None else at), running,
         lookup_for(x.device, *(part for pair in parts for part in pair)), selector_units is not None,
-        tables.record_at.shape[1], running.block, kinds, num_warps=num_warps, enable_fp_fusion=True,
+        tables.record_at.shape[1], running.block, different, which,
+        num_warps=num_warps, maxnreg=_most_registers(parts), enable_fp_fusion=True,
     )  # fmt: skip
+
+
+def select_programs(kinds: tuple[ExpertKind, ...]) -> int:
+    """Returns how many programs `select` has at least, if there are neurons enough: two waves."""
+    parts = [_stored(_part_in(True, kind.gate), _part_in(True, kind.up)) for kind in kinds]
+    return 2 * wave(Registers.SELECT, max(_select_tile(each, 1).num_warps for each in parts))
+
+
+def sums_at_once(kinds: tuple[ExpertKind, ...]) -> int:
+    """Returns how many programs of `neurons` a multiprocessor runs at once."""
+    parts = [_summed(kind) for kind in kinds]
+    registers = Registers.NEURONS if any(len(_stored(*trio)) == 2 for trio in parts) else Registers.NEURONS_OTHERS
+    return max(1, resident_warps(registers) // _sum_warps([_sum_tile(_stored(*trio)) for trio in parts]))
+
+
+def _summed(kind: ExpertKind) -> tuple[RowPart | None, RowPart | None, RowPart]:
+    return _part_in(False, kind.gate), _part_in(False, kind.up), kind.down.part
+
+
+def _sum_warps(tiles: list[Tile]) -> int:
+    return max(SUM_WARPS, *(tile.num_warps for tile in tiles))
 
 
 def _part_in(selector: bool, matrix: StoredPart | None) -> RowPart | None:
@@ -102,12 +126,19 @@ def _stored(*parts: RowPart | None) -> tuple[RowPart, ...]:
     return tuple(part for part in parts if part is not None)
 
 
+def _most_registers(parts: list[tuple[RowPart | None, RowPart | None]]) -> int | None:
+    """Returns the limit for `select`: rows of 2 bits would take 121 registers, and fewer bytes be in flight."""
+    stored = [_stored(*pair) for pair in parts]
+    is_two = all(len(each) == 1 and each[0].bits == 2 and each[0].group for each in stored)
+    return Registers.SELECT.value if is_two else None
+
+
 def _select_tile(parts: tuple[RowPart, ...], block: int) -> Tile:
-    """Returns the tile for selector rows; one matrix of four bits or more leaves registers for two whole tiles."""
+    """Returns the tile for selector rows; one matrix of codes in one plane leaves registers for two whole tiles."""
     if not parts:
         return Tile(block, 1)
     tile = dot_tile(parts)
-    return ahead_tile(tile, parts) if len(parts) > 1 or parts[0].bits < 4 else tile
+    return ahead_tile(tile, parts) if len(parts) > 1 or parts[0].bits in (1, 3) else tile
 
 
 def _sum_tile(parts: tuple[RowPart, ...]) -> Tile:
@@ -148,39 +179,53 @@ def _select_kernel(
     F: tl.constexpr,
     BLOCK: tl.constexpr,
     KINDS: tl.constexpr,
+    WHICH: tl.constexpr,
 ):
     # A program takes a block of the neurons of one of the token's experts.
     place, block = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    kind = tl.load(tables.kind + expert)
+    selector_at_ptr = tables.selector_at + (place if BY_PLACE else expert) * F
+    if len(KINDS) == 1:
+        _select_block(x_ptr, tables, running, lookup_ptr, place, block, expert, selector_at_ptr, F, BLOCK, KINDS, 0)
+    else:
+        number = of_kind(tl.load(tables.kind + expert), WHICH)
+        for each in tl.static_range(len(KINDS)):
+            if number == each:
+                _select_block(
+                    x_ptr, tables, running, lookup_ptr, place, block, expert, selector_at_ptr, F, BLOCK, KINDS, each
+                )
+
+
+@triton.jit
+def _select_block(
+    x_ptr, tables, running, lookup_ptr, place, block, expert, selector_at_ptr, F: tl.constexpr, BLOCK: tl.constexpr,
+    KINDS: tl.constexpr, NUMBER: tl.constexpr
+):  # fmt: skip
+    """Lists a block's running neurons, and counts them."""
     threshold = tl.load(tables.thresholds + expert)
     neuron = block * BLOCK + tl.arange(0, BLOCK)
     live = neuron < F
     is_missing = tl.load(tables.record_at + expert * F + neuron, mask=live, other=0) < 0
-    selector_at_ptr = tables.selector_at + (place if BY_PLACE else expert) * F
     a_ptr = running.a + place * F
-    for number in tl.static_range(len(KINDS)):
-        if kind == number:
-            # Multiplies the selector; without one all neurons run, and with a missing one none.
-            if _part(KINDS, number, "gate") is None and _part(KINDS, number, "up") is None:
-                tl.store(a_ptr + neuron, tl.zeros([BLOCK], tl.float32), mask=live)
-                chosen = live
-            else:
-                is_there = tl.load(selector_at_ptr) >= 0
-                if is_there:
-                    _activate(x_ptr, tables.arena, selector_at_ptr, a_ptr, block * BLOCK, lookup_ptr, F, BLOCK,
-                              KINDS, number)  # fmt: skip
-                tl.debug_barrier()  # other threads wrote the activations that are read below
-                chosen = runs(tl.load(a_ptr + neuron, mask=live, other=0.0), threshold) & live
-                if not is_there:
-                    chosen = neuron < 0  # none
-            # Lists the running neurons at the block's beginning, and counts them and those without a record.
-            before = tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(running.blocks + place * F + block * BLOCK + before, neuron, mask=chosen)
-            counts_ptr = running.counts + place * tl.num_programs(1) + block
-            tl.store(counts_ptr, tl.sum(chosen.to(tl.int32)))
-            others = tl.num_programs(0) * tl.num_programs(1)
-            tl.store(counts_ptr + others, tl.sum((chosen & is_missing).to(tl.int32)))
+    # Multiplies the selector; without one all neurons run, and with a missing one none.
+    if _part(KINDS, NUMBER, "gate") is None and _part(KINDS, NUMBER, "up") is None:
+        tl.store(a_ptr + neuron, tl.zeros([BLOCK], tl.float32), mask=live)
+        chosen = live
+    else:
+        is_there = tl.load(selector_at_ptr) >= 0
+        if is_there:
+            _activate(x_ptr, tables.arena, selector_at_ptr, a_ptr, block * BLOCK, lookup_ptr, F, BLOCK, KINDS, NUMBER)
+        tl.debug_barrier()  # other threads wrote the activations that are read below
+        chosen = runs(tl.load(a_ptr + neuron, mask=live, other=0.0), threshold) & live
+        if not is_there:
+            chosen = neuron < 0  # none
+    # Lists the running neurons at the block's beginning, and counts them and those without a record.
+    before = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(running.blocks + place * F + block * BLOCK + before, neuron, mask=chosen)
+    counts_ptr = running.counts + place * tl.num_programs(1) + block
+    tl.store(counts_ptr, tl.sum(chosen.to(tl.int32)))
+    others = tl.num_programs(0) * tl.num_programs(1)
+    tl.store(counts_ptr + others, tl.sum((chosen & is_missing).to(tl.int32)))
 
 
 @triton.jit
@@ -197,9 +242,9 @@ def _activate(
     # The first rows are on their way while x is loaded.
     units, live = _units_at(selector_at_ptr, first + lanes, F)
     if GATE is not None:
-        gate, gate_scales = _load_rows(arena_ptr, units, live, GATE)
+        gate, gate_scales = load_rows(arena_ptr, units, live, GATE)
     if UP is not None:
-        up, up_scales = _load_rows(arena_ptr, units, live, UP)
+        up, up_scales = load_rows(arena_ptr, units, live, UP)
     if GATE is not None:
         gate_x = load_x_part(x_ptr, GATE)
     if UP is not None:
@@ -210,9 +255,9 @@ def _activate(
         units, live = _units_at(selector_at_ptr, first + start + R + lanes, min(F, first + BLOCK))
         a = tl.full([R], 1.0, tl.float32)
         if GATE is not None:
-            next_gate, next_gate_scales = _load_rows(arena_ptr, units, live, GATE)
+            next_gate, next_gate_scales = load_rows(arena_ptr, units, live, GATE)
         if UP is not None:
-            next_up, next_up_scales = _load_rows(arena_ptr, units, live, UP)
+            next_up, next_up_scales = load_rows(arena_ptr, units, live, UP)
         # The activation is what the stored part of a neuron gives: act(gate), up's factor, or both.
         if GATE is not None:
             a = act(dot_loaded(gate, gate_scales, gate_x, lookup_ptr, GATE), FUNCTION)
@@ -224,11 +269,6 @@ def _activate(
         row = first + start + lanes
         tl.store(a_ptr + row, a, mask=row < F)
         start += R
-
-
-@triton.jit
-def _load_rows(arena_ptr, units, live, PART: tl.constexpr):
-    return load_part(arena_ptr, units, live, PART), load_part_scales(arena_ptr, units, live, PART)
 
 
 @triton.jit
@@ -458,9 +498,9 @@ def neurons(
              partials: float32 [k, P, d], overwritten.
     """
     k, num_partials, _ = partials.shape
-    parts = [(_part_in(False, kind.gate), _part_in(False, kind.up), kind.down.part) for kind in tables.kinds]
+    parts = [_summed(kind) for kind in tables.kinds]
     tiles = [_sum_tile(_stored(*trio)) for trio in parts]
-    num_warps = max(tile.num_warps for tile in tiles)
+    num_warps = _sum_warps(tiles)
     kinds = tuple(
         _products(kind, *trio, tile, num_warps, 64) for kind, trio, tile in zip(tables.kinds, parts, tiles, strict=True)
     )
@@ -478,7 +518,6 @@ def _neurons_kernel(
     # A program takes an equal share of the list: of its first range, or of the second if the pulled ones are summed.
     place, program = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    kind = tl.load(tables.kind + expert)
     first = tl.load(running.totals + place * 4) * is_pulled
     count = tl.load(running.totals + place * 4 + is_pulled)
     start = first + count * program // tl.num_programs(1)
@@ -486,10 +525,14 @@ def _neurons_kernel(
     D: tl.constexpr = _part(KINDS, 0, "down").num_cols
     partial_ptr = partials_ptr + (place * tl.num_programs(1) + program) * D
     listed = (running.a + place * F, running.neurons + place * F, running.units + place * F)
-    for number in tl.static_range(len(KINDS)):
-        if kind == number:
-            threshold = tl.load(tables.thresholds + expert)
-            _sum_up(x_ptr, tables.arena, threshold, listed, start, last, partial_ptr, lookup_ptr, KINDS, number)
+    threshold = tl.load(tables.thresholds + expert)
+    if len(KINDS) == 1:
+        _sum_up(x_ptr, tables.arena, threshold, listed, start, last, partial_ptr, lookup_ptr, KINDS, 0)
+    else:
+        kind = tl.load(tables.kind + expert)
+        for number in tl.static_range(len(KINDS)):
+            if kind == number:
+                _sum_up(x_ptr, tables.arena, threshold, listed, start, last, partial_ptr, lookup_ptr, KINDS, number)
     # One partial sum of an expert has the bias of down too.
     if tables.down_bias is not None:
         tl.debug_barrier()  # other threads wrote what is read below
@@ -516,10 +559,10 @@ def _sum_up(
     # The first records are on their way while x is loaded.
     units, live = _units_at(units_ptr, start + lanes, last)
     if GATE is not None:
-        gate, gate_scales = _load_rows(arena_ptr, units, live, GATE)
+        gate, gate_scales = load_rows(arena_ptr, units, live, GATE)
     if UP is not None:
-        up, up_scales = _load_rows(arena_ptr, units, live, UP)
-    down, down_scales = _load_rows(arena_ptr, units, live, DOWN)
+        up, up_scales = load_rows(arena_ptr, units, live, UP)
+    down, down_scales = load_rows(arena_ptr, units, live, DOWN)
     if GATE is not None:
         gate_x = load_x_part(x_ptr, GATE)
     if UP is not None:
@@ -529,10 +572,10 @@ def _sum_up(
         # Loads the next records before these are multiplied.
         units, live = _units_at(units_ptr, start + R + lanes, last)
         if GATE is not None:
-            next_gate, next_gate_scales = _load_rows(arena_ptr, units, live, GATE)
+            next_gate, next_gate_scales = load_rows(arena_ptr, units, live, GATE)
         if UP is not None:
-            next_up, next_up_scales = _load_rows(arena_ptr, units, live, UP)
-        next_down, next_down_scales = _load_rows(arena_ptr, units, live, DOWN)
+            next_up, next_up_scales = load_rows(arena_ptr, units, live, UP)
+        next_down, next_down_scales = load_rows(arena_ptr, units, live, DOWN)
         # A neuron's output is the selector's activation times what the record adds to it; 0 if it does not run.
         h = _list_activations(a_ptr, neurons_ptr, start + lanes, last, IS_SELECTED)
         if GATE is not None:

@@ -62,7 +62,7 @@ def _are_lifted(part: RowPart) -> bool:
 def _chunk(part: RowPart, plane: int) -> int:
     """Returns how many neighbouring words have one scale and are loaded together; 64 codes at most."""
     part = RowPart(*part)
-    return 1 if plane else 2 if part.bits in (1, 3) else 4
+    return 1 if plane else 2 if part.bits < 4 else 4
 
 
 @triton.constexpr_function
@@ -235,6 +235,12 @@ def load_part_scales(arena_ptr, units, live, PART: tl.constexpr):
         if has_two_planes(PART):
             high, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1)
     return scale, zero, high, bias
+
+
+@triton.jit
+def load_rows(arena_ptr, units, live, PART: tl.constexpr):
+    """Loads what `dot_loaded` and `add_loaded` take: a tuple of `load_part`'s codes and `load_part_scales`' scales."""
+    return load_part(arena_ptr, units, live, PART), load_part_scales(arena_ptr, units, live, PART)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.gpu.kernels.rows import INTERPRETED
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, HostRows, LayerTables, RunningNeurons, of_kind
 
 # Two for each multiprocessor of the largest GPU today. Together they wait for 1 MiB and more, several times what is on

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from moe_pack.formats import RouterSpec
 from moe_pack.runtime.gpu.kernels.elementwise import NORM_WARPS, Norm, normalize
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED
 from moe_pack.runtime.gpu.kernels.matmul import RowBytes, StoredRows
 from moe_pack.runtime.gpu.kernels.products import dot_part, load_normed_part, load_part
-from moe_pack.runtime.gpu.kernels.rows import INTERPRETED, RowPart, lookup_for
+from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
 from moe_pack.runtime.model.compute.router import least_sum
 

@@ -1,11 +1,11 @@
 """How kernels read rows of a pack: words of 32 bits whose codes, shifted and masked, belong to known columns.
 
-A kernel gets a part of a row as a tuple of constants (`RowPart`). It reads the part's words as they lie, 128 bits a
-thread, and never puts codes in order: it reads the other factor of a product in their order. Word `w` has `SQ` codes;
-code `sq` of it belongs to column `columns(...)[sq, w]`. Codes of 3 bits lie in two planes, of 2 bits and of 1 bit,
-which are read as two parts. Floating-point codes of 8 or 4 bits become float16 by shifts and masks, two at a time; any
-GPU turns these into float32. E4M3 and E2M1 keep the bits of their exponents, so their values come out smaller by a
-power of two, which `UNITS` has.
+A kernel gets a part of a row as a tuple of constants (`RowPart`). It reads the part's words as they lie, 64 or 128
+bits a thread, and never puts codes in order: it reads the other factor of a product in their order. Word `w` has `SQ`
+codes; code `sq` of it belongs to column `columns(...)[sq, w]`. Codes of 3 bits lie in two planes, of 2 bits and of
+1 bit, which are read as two parts. Floating-point codes of 8 or 4 bits become float16 by shifts and masks, two at a
+time; any GPU turns these into float32. E4M3 and E2M1 keep the bits of their exponents, so their values come out smaller
+by a power of two, which `UNITS` has.
 
 A tile of `R` rows is [R, SQ, NW]: NW is a power of two, and words past the row are masked. A row is given by its offset
 in an arena in units of 16 bytes, so that the compiler knows its alignment.
@@ -33,6 +33,7 @@ from torch import Tensor
 from moe_pack.formats import PartFormat, RowLayout
 from moe_pack.formats.pack.codecs import trellis_hashes, trellis_levels, trellis_refinements
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED, Registers, resident_warps
 
 ZERO = tl.constexpr(64)  # added to the levels of a table
 _WINDOWS = tl.constexpr(4096)  # of three nibbles
@@ -184,8 +185,8 @@ def word_places(PART: tl.constexpr, PLANE: tl.constexpr):
         FIRST: tl.constexpr = 4 if PLANE else 0
         # In blocks of 24 bytes a thread can load 64 bits at once, and as many columns of the other plane.
         w = tl.max_contiguous((w // WORDS) * 6 + FIRST + w % WORDS, 1 if PLANE else 2)
-    elif PART.bits == 1:
-        # 128 bits would be 128 columns a thread, too many for its registers: a thread loads 64 bits.
+    elif PART.bits < 3:
+        # 128 bits would be 64 columns a thread or more, too many for its registers: a thread loads 64 bits.
         w = tl.max_contiguous(w, 2)
     return w
 
@@ -425,9 +426,6 @@ def store_y(y_ptr, y, PART: tl.constexpr, PLANE: tl.constexpr):
     tl.store(y_ptr + columns(PART, PLANE), y, mask=is_word(PART, PLANE)[None, :])
 
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one program after the other
-
-
 def _interpreted_range(*bounds: Any, num_stages: int = 1) -> Iterable[int]:
     """Returns a range of the interpreter's scalars, which are arrays of one number for numpy before 2.4."""
     return range(*(int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else bound for bound in bounds))
@@ -453,7 +451,7 @@ def dot_tile(parts: tuple[RowPart, ...]) -> Tile:
 def sum_tile(parts: tuple[RowPart, ...]) -> Tile:
     """Returns the tile for records whose last part is summed up: the sums stay in registers, as x does."""
     least = min(part.bits for part in parts)  # with 1 bit, two rows are 128 columns a thread: registers spill (sm_80)
-    has_many = least < 4 or len(parts) > 2
+    has_many = least == 3 or len(parts) > 2
     if has_wide_entries(parts):  # half a block a thread, or registers spill (sm_120)
         tile = _tile(parts[-1], 1)
         return Tile(tile.rows, min(8, 2 * tile.num_warps))
@@ -487,10 +485,17 @@ def _tile(part: RowPart, rows: int) -> Tile:
 
 
 def _thread_words(part: RowPart) -> int:
-    """Returns a thread's words of a row: 128 bits, 64 for codes of 1 or 3 bits."""
-    return 2 if part.bits in (1, 3) else 4
+    """Returns a thread's words of a row: 128 bits, 64 for codes of fewer than 4 bits."""
+    return 2 if part.bits < 4 else 4
 
 
-def num_partials(num_experts: int, num_rows: int, num_sms: int) -> int:
-    """Returns how many partial sums an expert's output has: two programs an SM, each with eight neurons or more."""
-    return max(1, min(2 * num_sms // num_experts, -(-num_rows // 8)))
+SUM_WARPS = 4  # of a program that sums records, at least: with fewer, more programs would each write a sum
+_SUM_RESIDENT = resident_warps(Registers.NEURONS) // SUM_WARPS
+
+
+def num_partials(num_experts: int, num_rows: int, num_sms: int, resident: int = _SUM_RESIDENT) -> int:
+    """Returns how many partial sums an expert's output has: one wave of programs, each with eight neurons or more.
+
+    Args:    resident: programs that a multiprocessor runs at once.
+    """
+    return max(1, min(resident * num_sms // num_experts, -(-num_rows // 8)))

@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
+from moe_pack.runtime.gpu.kernels.grids import Registers, wave
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 
-_SELECT_BLOCK = 64  # neurons that are selected and listed together, or fewer (`RunningNeurons.allocate`)
-_SMALLEST_BLOCK = 16  # where an expert has few neurons
-_NUM_BLOCKS = 256  # of a token's experts, if blocks are not the smallest: two for each of 128 multiprocessors
+# Neurons that are selected and listed together (`RunningNeurons.allocate`). The smallest block is a tile of 4 bits.
+_LARGEST_BLOCK, _SMALLEST_BLOCK = 64, 4
+_MOST_BLOCKS = 2048  # of a token's experts: a program of `compact` has the counts of all in the registers of a warp
+_USUAL_WARPS = 4  # of `select`: for rows of 4,096 codes of 2 or 4 bits
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
 # begin at any multiple of 4 bytes. Slots and scratch memory are a layer's own.
 PER_LAYER = ("experts_ptr", "slots_ptr", "num_slots", "scratch_at", "num_scratch", "whole_records")
@@ -122,11 +124,22 @@ class RunningNeurons(NamedTuple):
 
     @classmethod
     def allocate(
-        cls, k: int, num_rows: int, device: torch.device, offsets: torch.dtype = torch.int32
+        cls,
+        k: int,
+        num_rows: int,
+        device: torch.device,
+        offsets: torch.dtype = torch.int32,
+        num_programs: int | None = None,
     ) -> "RunningNeurons":
-        """Allocates for k experts with so many neurons: the fewer there are, the smaller are the blocks."""
-        block = _SELECT_BLOCK
-        while block > _SMALLEST_BLOCK and k * -(-num_rows // block) < _NUM_BLOCKS:
+        """Allocates for k experts with so many neurons: the fewer there are, the smaller are the blocks.
+
+        Args:    num_programs: that `select` has, or more, if blocks are not the smallest; from `select_programs`.
+        """
+        block = _LARGEST_BLOCK
+        least = 2 * wave(Registers.SELECT, _USUAL_WARPS) if num_programs is None else num_programs
+        while block > _SMALLEST_BLOCK and k * -(-num_rows // block) < least:
+            if k * -(-num_rows // (block // 2)) > _MOST_BLOCKS:
+                break
             block //= 2
         num_blocks = -(-num_rows // block)
 

@@ -1,5 +1,7 @@
 """A token's time on a GPU, predicted: bytes that must be moved, divided by rates, and the launches between.
 
+Rates are those that kernels' grids allow (`gpu.flights`).
+
     seconds of a token = others + sum over layers of (serial + max(here, CPU, link))
 
 `serial` is everything outside of forks: dense matrices, attention, selectors, the sum of parts, and a gap for each
@@ -15,11 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu.flights import COPY_SHARE, SMS, START_S, Grids, ReadRates, read_rates
 from gpu.launches import CPU_CALL, Mode, TokenLaunches
 from gpu.packs import SKEW, PackRequest
 from moe_pack.convert import skewed_popularity
 from moe_pack.convert.plan.gpu_speed import pulled_records, running_rows
-from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, CALL_S, GPU_TOKEN_S, GPUS, HOST_RATE, LAUNCH_S, LINK_SHARE
+from moe_pack.convert.plan.machines import CALL_S, GPUS, HOST_RATE, LINK_SHARE
 from moe_pack.convert.plan.speed import drawn_passes
 from moe_pack.formats import PackLayout, dense_roles
 from moe_pack.formats.families import model_spec
@@ -35,7 +38,14 @@ Misses = Literal["cpu", "pull", "auto"]
 CONTEXT_TOKENS = 1024
 CPU_RATES = {"DDR5": HOST_RATE, "DDR4": 40e9}
 # Streaming multiprocessors, which decide on the number of partial sums.
-NUM_SMS = {"RTX 3090": 82, "RTX 4090": 128, "H200": 132}
+NUM_SMS = {name: number for name, (_, number) in SMS.items()}
+# Of an H200 (docs/benchmarks/gpu.md), and assumed of others. What attention of one token takes in addition to the start
+# of a launch: its latency, and its tiles of 32 positions one after the other; 6.9 us of 600 tokens, 15.9 of 4,096.
+ATTEND_S, ATTEND_TILE_S = 1.5e-6, 3e-6
+ROUTE_S = 2.6e-6  # likewise of a router: launches take 3.7 us with 8 experts, 5.4 us with 128
+# A token outside of its launches: start and end, the logits' way, and the choice of the next token, drawn on the host.
+# Fitted: what 3.15 ms of Mixtral and of Qwen3 leave.
+TOKEN_S = 500e-6
 _DRAWN_TOKENS = 128
 _UNITS_BYTES = 4  # of a row's offset in a table or a list, and of a neuron's number
 
@@ -44,12 +54,14 @@ _UNITS_BYTES = 4  # of a row's offset in a table or a list, and of a neuron's nu
 class Rates:
     """The rates of a GPU, its link and a CPU in bytes a second, and the time of launches and calls in seconds."""
 
-    memory: float
+    memory: float  # of sums, of keys and values, and of what comes over the link
     link: float
     cpu: float
-    launch_s: float = LAUNCH_S
+    read: ReadRates  # of rows, by kernel
+    launch_s: float = START_S
     call_s: float = CALL_S
-    token_s: float = GPU_TOKEN_S
+    token_s: float = TOKEN_S
+    latency_s: float = ATTEND_S + ATTEND_TILE_S + ROUTE_S  # of a layer's attention and router
 
     @property
     def pulled_share(self) -> float:
@@ -57,8 +69,9 @@ class Rates:
         return self.link / (self.link + self.cpu)
 
 
-def rates_of(gpu: str, cpu_rate: float) -> Rates:
-    return Rates(BANDWIDTH_SHARE * GPUS[gpu].memory_rate, LINK_SHARE * GPUS[gpu].link_rate, cpu_rate)
+def rates_of(gpu: str, cpu_rate: float, layout: PackLayout, grids: Grids = "waves") -> Rates:
+    memory, link = COPY_SHARE * GPUS[gpu].memory_rate, LINK_SHARE * GPUS[gpu].link_rate
+    return Rates(memory, link, cpu_rate, read_rates(layout, gpu, grids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +128,16 @@ def forks(moved: LayerBytes, launches: Launches, rates: Rates, is_pull: bool, is
              have forks because rows may be missing, if they are not pulled.
     """
     partials = moved.partials / rates.memory  # written, or read
-    serial = launches.layer * rates.launch_s + (moved.dense + moved.attention + moved.select) / rates.memory + partials
-    here, none = moved.here / rates.memory + partials, np.zeros_like(moved.here)
+    fixed = launches.layer * rates.launch_s + rates.latency_s + moved.attention / rates.memory + partials
+    serial = fixed + moved.dense / rates.read.dense + moved.select / rates.read.select
+    here, none = moved.here / rates.read.records + partials, np.zeros_like(moved.here)
     over_link = (moved.pulled + moved.selectors) / rates.link
     if is_pull:  # a launch more where selectors are missing
         serial = serial + over_link + np.where(moved.selectors > 0, rates.launch_s, 0.0)
-        return Forks(serial, here + moved.pulled / rates.memory, none, none)
+        return Forks(serial, here + moved.pulled / rates.read.records, none, none)
     cpu = rates.call_s + launches.cpu * rates.launch_s + moved.left / rates.cpu
     pulls = is_split & (moved.pulled > 0)
-    link = launches.link * rates.launch_s + over_link + moved.pulled / rates.memory + partials
+    link = launches.link * rates.launch_s + over_link + moved.pulled / rates.read.records + partials
     serial = serial + np.where(pulls, partials, 0.0)
     return Forks(serial, here, np.where(is_split, cpu, 0.0), np.where(pulls, link, 0.0))
 
@@ -251,7 +265,7 @@ class Setup:
 
 def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) -> Prediction:
     """Predicts a token's time from its model's launches by mode; raises RunError if the budget is too small."""
-    rates = rates_of(setup.gpu, CPU_RATES[setup.cpu])
+    rates = rates_of(setup.gpu, CPU_RATES[setup.cpu], subject.layout)
     share = rates.pulled_share if setup.misses == "auto" else 0.0
     placement = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses)
     moved = moved_bytes(subject, placement, subject.runs(), share, NUM_SMS[setup.gpu])
@@ -262,7 +276,7 @@ def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) 
     is_split = ~((placement.first_dynamic == f) & placement.has_selector).all(axis=1)
     layers = forks(moved, launches, rates, is_pull, is_split)
     logits_bytes = 4 * subject.layout.spec.vocab_size
-    once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.memory
+    once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.read.head
     once += logits_bytes / rates.link
     missing = moved.pulled + moved.left + moved.selectors
     needed = missing + moved.here
@@ -290,26 +304,28 @@ class KernelTime:
     seconds: float
 
 
-def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches) -> list[KernelTime]:
+def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches, grids: Grids = "waves") -> list[KernelTime]:
     """Returns a token's parts with all experts resident; their sum is the token's time."""
-    rates, launches = rates_of(gpu, CPU_RATES["DDR5"]), Launches.of(counted)
+    rates, launches = rates_of(gpu, CPU_RATES["DDR5"], subject.layout, grids), Launches.of(counted)
     moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs(), 0.0, NUM_SMS[gpu])
+    partials = moved.partials * (1 if grids == "waves" else 2 / 3)
     num_layers = len(subject.layout.experts)
 
-    def moves(name: str, num_bytes: float) -> KernelTime:
-        return KernelTime(name, num_bytes, num_bytes / rates.memory)
+    def moves(name: str, num_bytes: float, rate: float) -> KernelTime:
+        return KernelTime(name, num_bytes, num_bytes / rate)
 
     num_launches = num_layers * launches.layer + launches.others
     logits_bytes = 4.0 * subject.layout.spec.vocab_size
     return [
-        moves("dense matrices of layers", num_layers * moved.dense),
-        moves(f"attention over {CONTEXT_TOKENS:,} tokens", num_layers * moved.attention),
-        moves("select", float(moved.select.sum(axis=1).mean())),
-        moves("neurons: records", float(moved.here.sum(axis=1).mean())),
-        moves("neurons: partial sums", num_layers * moved.partials),
-        moves("reduce", num_layers * moved.partials),
-        moves("head", float(subject.head_bytes)),
+        moves("dense matrices of layers", num_layers * moved.dense, rates.read.dense),
+        moves(f"attention over {CONTEXT_TOKENS:,} tokens", num_layers * moved.attention, rates.memory),
+        KernelTime("attention and router: latency", None, num_layers * rates.latency_s),
+        moves("select", float(moved.select.sum(axis=1).mean()), rates.read.select),
+        moves("neurons: records", float(moved.here.sum(axis=1).mean()), rates.read.records),
+        moves("neurons: partial sums", num_layers * partials, rates.memory),
+        moves("reduce", num_layers * partials, rates.memory),
+        moves("head", float(subject.head_bytes), rates.read.head),
         KernelTime("logits to the host, over the link", logits_bytes, logits_bytes / rates.link),
-        KernelTime(f"gaps of {num_launches:,} launches and copies", None, num_launches * rates.launch_s),
-        KernelTime("start and end of a token", None, rates.token_s),
+        KernelTime(f"starts of {num_launches:,} launches and copies", None, num_launches * rates.launch_s),
+        KernelTime("start and end of a token, choice of the next", None, rates.token_s),
     ]

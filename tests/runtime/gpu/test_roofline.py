@@ -7,9 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu.flights import MEASURED, START_S, ReadRates, read_rate, read_rates
 from gpu.launches import CPU_CALL, Launch, TokenLaunches, count
 from gpu.packs import MIXTRAL, QWEN3, PackRequest
-from gpu.roofline import CONTEXT_TOKENS, Launches, LayerBytes, Rates, Setup, Subject, forks, moved_bytes, predict
+from gpu.roofline import (
+    CONTEXT_TOKENS,
+    Launches,
+    LayerBytes,
+    Rates,
+    Setup,
+    Subject,
+    forks,
+    kernel_times,
+    moved_bytes,
+    predict,
+)
 from gpu.runs import read_runs
 from gpu_report import FOLDER, measured_page
 from gpu_roofline import COUNTS, Counts, measured_ms, predictions
@@ -24,7 +36,8 @@ from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.placements import GpuPlacement, Misses
 from moe_pack.runtime.offload import Passes
 
-RATES = Rates(memory=100.0, link=10.0, cpu=20.0, launch_s=1.0, call_s=3.0, token_s=0.0)
+READ = ReadRates(dense=50.0, head=100.0, select=100.0, records=200.0)
+RATES = Rates(memory=100.0, link=10.0, cpu=20.0, read=READ, launch_s=1.0, call_s=3.0, token_s=0.0, latency_s=2.0)
 LAUNCHES = Launches(layer=7, cpu=2, link=1, others=0)
 
 
@@ -38,12 +51,13 @@ def layer_bytes(pulled: float, left: float, selectors: float = 0.0) -> LayerByte
 def test_a_layer_takes_its_serial_part_and_the_longest_fork() -> None:
     is_split = np.array([True, False])
     found = forks(layer_bytes(pulled=60, left=100), LAUNCHES, RATES, False, is_split)
-    # 7 launches, 600 bytes, and 50 of partial sums; where records are pulled, twice as many sums.
-    np.testing.assert_allclose(found.serial, [[7 + 6 + 0.5 + 0.5, 7 + 6 + 0.5]])
-    np.testing.assert_allclose(found.here, [[4 + 0.5, 4 + 0.5]])
+    # 7 launches, 200 dense bytes, 100 of attention, 300 of selectors, 50 of partial sums; twice that of pulled records.
+    serial = 7 + 2 + 4 + 1 + 3 + 0.5
+    np.testing.assert_allclose(found.serial, [[serial + 0.5, serial]])
+    np.testing.assert_allclose(found.here, [[2 + 0.5, 2 + 0.5]])
     np.testing.assert_allclose(found.cpu, [[3 + 2 + 100 / 20, 0]])
-    np.testing.assert_allclose(found.link, [[1 + 60 / 10 + 0.6 + 0.5, 0]])
-    np.testing.assert_allclose(found.seconds, [[14 + 10, 13.5 + 4.5]])
+    np.testing.assert_allclose(found.link, [[1 + 60 / 10 + 0.3 + 0.5, 0]])
+    np.testing.assert_allclose(found.seconds, [[serial + 0.5 + 10, serial + 2.5]])
 
 
 def test_a_layer_that_leaves_nothing_to_the_link_has_no_such_fork() -> None:
@@ -53,8 +67,9 @@ def test_a_layer_that_leaves_nothing_to_the_link_has_no_such_fork() -> None:
 
 def test_without_forks_the_link_comes_first() -> None:
     found = forks(layer_bytes(pulled=60, left=0, selectors=40), LAUNCHES, RATES, True, np.array([True, True]))
-    np.testing.assert_allclose(found.serial, [[7 + 6 + 0.5 + (60 + 40) / 10 + 1, 7 + 6 + 0.5]])
-    np.testing.assert_allclose(found.here, [[4 + 0.5 + 0.6, 4 + 0.5]])
+    serial = 7 + 2 + 4 + 1 + 3 + 0.5
+    np.testing.assert_allclose(found.serial, [[serial + (60 + 40) / 10 + 1, serial]])
+    np.testing.assert_allclose(found.here, [[2 + 0.5 + 0.3, 2 + 0.5]])
     assert not found.cpu.any() and not found.link.any()
 
 
@@ -111,8 +126,37 @@ def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
     np.testing.assert_allclose(pulled.pulled, [[(16 + 32) * (1 - 32 / 96) * record]])
 
 
+def test_launches_take_as_long_as_they_were_measured_within_a_fifth() -> None:
+    for each in MEASURED:
+        with case(each.name):
+            rate = read_rate("H200", each.flight_bytes, each.weights_a_byte)
+            assert 0.8 < (START_S + each.num_bytes / rate) / each.seconds < 1.2
+
+
+def test_grids_of_256_programs_are_predicted_at_the_measured_speed_and_waves_above_it() -> None:
+    """309 to 317 tokens/s were measured on an H200 with everything resident, of both models (docs/benchmarks)."""
+    for request in (MIXTRAL, QWEN3):
+        with case(request.name):
+            one, counted = Subject.of(request), Counts.read(COUNTS).of(request.model)["resident"]
+            old, new = (
+                1 / sum(part.seconds for part in kernel_times(one, "H200", counted, grids))
+                for grids in ("256 programs", "waves")
+            )
+            assert 309 / 1.15 < old < 317 * 1.15
+            assert new > 1.08 * old
+
+
+def test_rates_of_rows_are_below_a_copys_and_no_lower_with_waves() -> None:
+    layout = Subject.of(MIXTRAL).layout
+    for gpu in ("RTX 3090", "RTX 4090", "H100", "H200"):
+        few, waves = read_rates(layout, gpu, "256 programs"), read_rates(layout, gpu, "waves")
+        for name in ("dense", "head", "select", "records"):
+            with case(gpu, name):
+                assert 0.99 * getattr(few, name) <= getattr(waves, name) < GPUS[gpu].memory_rate
+
+
 def test_a_plan_estimates_what_the_page_predicts() -> None:
-    """The same bytes at the same rates. A plan leaves out partial sums and the tables' offsets: at most 10%."""
+    """The same bytes. A plan assumes 80% of the memory's rate and no latency of launches: it is faster by a third."""
     for request in (MIXTRAL, QWEN3):
         one, launches = Subject.of(request), Counts.read(COUNTS).of(request.model)
         passes = Passes(one.routes.astype("<u2"), np.ones(len(one.routes), np.uint32), None, one.popularity)
@@ -121,7 +165,7 @@ def test_a_plan_estimates_what_the_page_predicts() -> None:
                 predicted = predict(one, Setup(gpu, "DDR5", gib << 30, "auto"), launches)
                 placed, machine = one.place(one.expert_bytes(gib << 30), "auto"), machine_of_gpu(GPUS[gpu], None, None)
                 found = estimate_on_gpu(one.layout, placed, machine, one.popularity, one.runs(), passes, CONTEXT_TOKENS)
-                assert 0.9 * predicted.token_s < found.seconds.total < predicted.token_s
+                assert 0.6 * predicted.token_s < found.seconds.total < predicted.token_s
 
 
 def _speed(budget_gib: int, ms: float, **changed: object) -> dict[str, object]:

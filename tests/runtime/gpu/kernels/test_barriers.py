@@ -75,7 +75,7 @@ BARRIER, LOADS = "tl.debug_barrier()", "loads what it has stored, without a barr
 OTHERS = "loads what is stored by program 0"
 MUTANTS = (
     Mutant("planes", products.store_part, BARRIER, "pass", experts, LOADS),
-    Mutant("activations", neurons._select_kernel, BARRIER, "pass", experts, LOADS),
+    Mutant("activations", neurons._select_block, BARRIER, "pass", experts, LOADS),
     Mutant("biases", neurons._neurons_kernel, BARRIER, "pass", experts, LOADS),
     Mutant("a token that enters", attention._attend_kernel, BARRIER, "pass", attend, LOADS),
     Mutant("logits", router._route_kernel, BARRIER, "pass", route, OTHERS),
@@ -84,9 +84,9 @@ MUTANTS = (
     Mutant("of a program alone", router._route_kernel, '"gpu"', '"cta"', route, OTHERS),
     Mutant("one sum for all", neurons._neurons_kernel, "+ program) * D", "+ 0) * D", experts,
            "stores other values than program"),
-    Mutant("one count for two", neurons._select_kernel, "counts_ptr + others", "counts_ptr", experts,
+    Mutant("one count for two", neurons._select_block, "counts_ptr + others", "counts_ptr", experts,
            "stores other values than before, without a barrier"),
-    Mutant("one place in a list", neurons._select_kernel, "+ before, neuron", "+ before * 0, neuron", experts,
+    Mutant("one place in a list", neurons._select_block, "+ before, neuron", "+ before * 0, neuron", experts,
            "stores different values to one place"),
 )  # fmt: skip
 

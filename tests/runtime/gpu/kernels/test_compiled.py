@@ -12,8 +12,8 @@ from moe_pack.formats import Selector
 from moe_pack.runtime.gpu import kernels
 
 # Bytes of codes a thread loads at once. Blocks of 3-bit codes are 24 bytes, of which one thread takes 8 of the first
-# plane and the same columns, 4, of the second; 16 bytes of 1-bit codes are 128 columns, too many for its registers.
-BYTES = {1: {8}, 3: {8, 4}}
+# plane and the same columns, 4, of the second; 16 bytes of codes of 1 or 2 bits are too many columns for registers.
+BYTES = {1: {8}, 2: {8}, 3: {8, 4}}
 # Tiles that are decoded are no wider than a group, a row's share of them 8 to 32 bytes: words of neighbouring threads
 # lie side by side, and are read once a pass.
 TILE_BYTES = {4, 8, 16}

@@ -13,7 +13,7 @@ from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.gpu.kernels import matmul as module
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gather_row, gemm, gemv, normed_gemv
-from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.rows import RowPart, Tile, part_of, stored_part
 from moe_pack.runtime.model import TORCH, RowMatrix, StoredMatrix, linear
 
 STORED = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]
@@ -80,18 +80,19 @@ def test_a_product_is_scaled_with_its_bias_and_added_to_the_residual(kernel_devi
 def test_a_matrix_of_many_rows_is_multiplied_by_programs_that_take_several_blocks(
     monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
 ) -> None:
-    monkeypatch.setattr(module, "FEW_PROGRAMS", 1)
-    for num_rows, num_blocks in ((150, 2), (64 * 3, 3), (64 * 9 + 1, 8)):
-        if kernel_device.type == "cpu":
-            assert module.blocks_of_program(num_rows, 64) == num_blocks
+    monkeypatch.setattr(module, "wave", lambda *_: 1)
+    for num_rows in (150, 64 * 4, 64 * 17 + 1):
         rows, x = torch.randn(num_rows, 8), torch.randn(8)
         found = product(x, rows, stored_part("F32", 8), kernel_device)
         torch.testing.assert_close(found, rows @ x, rtol=1e-5, atol=1e-5)
 
 
-def test_programs_take_several_blocks_only_of_matrices_with_many_rows() -> None:
-    found = [module.blocks_of_program(num_rows, 4) for num_rows in (1, 1023, 2047, 2048, 4096, 6144, 151_936)]
-    assert found == [1, 1, 1, 2, 4, 6, 8]
+def test_programs_take_several_blocks_only_of_matrices_of_which_two_waves_of_programs_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "wave", lambda registers, num_warps: 100 * num_warps)
+    for num_rows, num_blocks in ((1, 1), (1600, 1), (3199, 1), (3200, 2), (11_199, 6), (11_200, 7), (151_936, 8)):
+        assert module.num_blocks(num_rows, Tile(4, 2), 96) == num_blocks
 
 
 # --- with the norm before
@@ -148,7 +149,7 @@ def test_a_product_with_a_normed_vector_is_that_of_plain_torch_in_any_format(
 def test_matrices_of_any_number_and_formats_are_multiplied_with_one_normed_vector(
     is_layer_norm: bool, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FEW_PROGRAMS", 1)
+    monkeypatch.setattr(module, "wave", lambda *_: 1)
     four, three, eight = (part_format(width, 64) for width in (4, 3, 8))
     for formats, sizes, biases in (
         ((four,), (1,), (True,)),

@@ -232,8 +232,13 @@ def test_lists_do_not_depend_on_the_blocks(block: int, kernel_device: torch.devi
 
 
 def test_the_fewer_neurons_there_are_the_smaller_are_the_blocks() -> None:
-    for k, num_rows, block in ((8, 768, 16), (2, 4064, 16), (2, 4065, 32), (2, 8128, 32), (2, 14336, 64)):
-        assert RunningNeurons.allocate(k, num_rows, CPU).block == block
+    for k, num_rows, least, block in (
+        (8, 768, 2640, 4), (8, 768, 1536, 4), (8, 768, 1535, 4), (8, 768, 768, 8), (2, 14336, 1320, 16),
+        (2, 14336, 448, 64), (2, 14336, 449, 32), (2, 100, 2, 64), (1, 3, 9, 4),
+        (8, 2048, 9999, 8), (8, 2049, 9999, 16),
+    ):  # fmt: skip
+        found = RunningNeurons.allocate(k, num_rows, CPU, num_programs=least)
+        assert (found.block, found.counts.shape[2]) == (block, -(-num_rows // block)), (k, num_rows, least)
 
 
 @pytest.mark.parametrize("selector", ["up", "gate", "both"])

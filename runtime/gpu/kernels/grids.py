@@ -1,0 +1,90 @@
+"""How many programs a launch gets: a grid that fills a GPU has as many as all multiprocessors run at once, or more.
+
+A multiprocessor runs programs at the same time as far as its registers, warps and shared memory reach; that many on
+every multiprocessor are a wave. Bytes of rows that programs have asked for and not received are in flight. Memory is
+busy where a wave has enough of them: 24 KiB a multiprocessor. So `select`, `gemv` and `gated` get two waves or more,
+as far as each program has a tile of rows; with a tile each, all rows that fit are in flight at once. `neurons` and
+`attend` get one wave: their programs share the work evenly, and one more of them costs a partial sum, or the queries
+once more.
+
+Registers are the fewest that the kernels at hand need when compiled (`Registers`), and not those of one kernel: buffers
+are allocated before anything is compiled, and partial sums would depend on the compiler's version. A kernel that needs
+more has more waves. `maxnreg` would make sure of a number, but by spilling registers in some formats.
+`tests/runtime/gpu/kernels/test_occupancy.py` compares the numbers with compiled kernels.
+
+Under the interpreter programs are few and large. Results depend on grids only in the order of partial sums.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+import triton
+from triton.runtime.driver import driver
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one program after the other
+
+
+class Registers(IntEnum):
+    """Registers of a thread, the fewest of a kernel's formats."""
+
+    SELECT = 96
+    ROWS = 96  # of `gemv` and `gated`
+    PLAIN_ROWS = 40  # of 16 and 32 bits a value
+    NEURONS = 168  # of two matrices
+    NEURONS_OTHERS = 127  # of one or three
+    ATTEND = 168
+
+
+# Of a multiprocessor by compute capability: warps, programs, KiB of shared memory. (CUDA's programming guide, technical
+# specifications per compute capability.) All have 65,536 registers, a quarter for each of four schedulers.
+_LIMITS = {80: (64, 32, 164), 86: (48, 16, 100), 89: (48, 24, 100), 90: (64, 32, 228), 100: (64, 32, 228),
+           120: (48, 24, 100)}  # fmt: skip
+_SCHEDULERS, _SCHEDULER_REGISTERS = 4, 16384
+_RESERVED_BYTES = 1024  # of shared memory, for each program
+_INTERPRETED_PROGRAMS = 32  # so that an engine's launches are those of a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The multiprocessors of a GPU."""
+
+    number: int
+    warps: int  # of one, as `programs` and `shared_bytes`
+    programs: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, capability: int, number: int) -> "Gpu":
+        """Returns the facts of a compute capability, or of the last one known before it."""
+        known = max((each for each in _LIMITS if each <= capability), default=min(_LIMITS))
+        warps, programs, shared_kib = _LIMITS[known]
+        return cls(number, warps, programs, shared_kib << 10)
+
+    def resident(self, registers: int, num_warps: int, shared_bytes: int = 0) -> int:
+        """Returns how many programs one multiprocessor runs at once, at least one."""
+        by_registers = resident_warps(registers) // num_warps
+        by_memory = self.shared_bytes // (shared_bytes + _RESERVED_BYTES)
+        return max(1, min(by_registers, self.warps // num_warps, self.programs, by_memory))
+
+    def wave(self, registers: int, num_warps: int, shared_bytes: int = 0) -> int:
+        """Returns how many programs run at once."""
+        return self.number * self.resident(registers, num_warps, shared_bytes)
+
+
+def resident_warps(registers: int) -> int:
+    """Returns how many warps a multiprocessor has registers for; it hands them out by eights to a thread."""
+    return _SCHEDULERS * (_SCHEDULER_REGISTERS // (32 * (-(-registers // 8) * 8)))
+
+
+def wave(registers: int, num_warps: int, shared_bytes: int = 0) -> int:
+    """Returns how many programs the current GPU runs at once."""
+    if INTERPRETED:
+        return _INTERPRETED_PROGRAMS
+    return _current(driver.active.get_current_device()).wave(registers, num_warps, shared_bytes)
+
+
+@cache
+def _current(device: int) -> Gpu:
+    number = driver.active.utils.get_device_properties(device)["multiprocessor_count"]
+    return Gpu.of(driver.active.get_current_target().arch, number)
