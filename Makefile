@@ -18,8 +18,9 @@
 #   make papers           what the papers found about quality and routing
 #   LLAMA_PYTHON=python (with llama_cpp and gguf) and LLAMA_SERVER=llama-server compare with llama.cpp; SMALL_MODEL=folder
 #   measures another model too, with rows of multiples of 256 weights, which llama.cpp's types can hold
-# make gpu-check  on a machine with a GPU: what only a GPU can show, in three calls of nine minutes (docs/gpu.md): CALL=1
-#             for one of them, PART=twins,demo for some parts, GPU_OPTIONS for more; needs no network and no installation
+# make gpu-check  on a machine with a GPU: what only a GPU can show, in two calls of eight and five minutes (docs/gpu.md):
+#             CALL=1 for one of them, PART=twins,demo for some parts, GPU_OPTIONS for more; needs no network and no
+#             installation
 # make gpu-report  docs/benchmarks/gpu.md from the files of gpu-check: GPU_FILES, or those in build/gpu
 
 GPU_FILES ?= $(wildcard build/gpu/gpu-*.json)

@@ -29,6 +29,7 @@ SOURCES = (
     "job",
     "layers",
     "host_share",
+    "worker_calls",
     "tiles",
     "rows",
     "attention",

@@ -5,16 +5,20 @@ For every MoE layer of a token the GPU writes to page-locked memory which expert
 it computes these neurons with the threads of the CPU kernels and writes their weighted sum, without Python. Nothing
 that the GPU writes is trusted; a fault makes the layer's output zero, and `check` raises it. The twin in plain torch is
 `runtime/model/compute/expert.py`.
+
+`WorkerCalls` is for what Python computes: its function hands the call to a thread, and waits without the interpreter's
+lock.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.cpu.kernels import ExpertRows, Kernels, MapCutError
+from moe_pack.runtime.cpu.kernels import ExpertRows, Kernels, MapCutError, why_unavailable
 
 try:
     import moe_pack.runtime.cpu._native as _native
@@ -114,3 +118,42 @@ class HostShare:
     def _opened(self) -> object:
         assert self._share is not None, "the share is open"
         return self._share
+
+
+class WorkerCalls:
+    """Calls from a CUDA graph that a thread of Python answers, one after the other. Owns the thread: `close` it.
+
+    Args:    counts: int32 [places, k], on the host; a call whose counts are all zero fills `y` with zeros, and is not
+             handed to the thread.   y: float32 [d], on the host.   compute: answers the call of a place; must not
+             raise.   limit_s: how long a call waits for its answer.
+    Raises:  RunError without the native code.
+    """
+
+    def __init__(self, counts: Tensor, y: Tensor, compute: Callable[[int], None], limit_s: float) -> None:
+        if _native is None:
+            raise RunError(f"experts from the disk on a GPU: native kernels {why_unavailable()}; or give more --ram")
+        self.limit_s, self._compute = limit_s, compute
+        self._calls = _native.open_calls(counts.numpy(), counts.shape[1], y.numpy(), round(1000 * limit_s))
+        # Waits in native code, so that it may not keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._answer, name="experts", daemon=True)
+        self._thread.start()
+
+    def function(self, place: int) -> tuple[int, int]:
+        """Returns the addresses of a C function `void (void*)` that calls with a place, and of its argument."""
+        return _native.call_function(self._calls, place)
+
+    def take_unanswered(self) -> int | None:
+        """Returns the place of the call that was not answered in time since the last time; None if all were.
+
+        After such a call no other is handed over until then.
+        """
+        return _native.take_call_fault(self._calls)
+
+    def close(self) -> None:
+        """Ends the waits and the thread. The functions may still be called until this is freed, and do nothing."""
+        _native.close_calls(self._calls)
+        self._thread.join()
+
+    def _answer(self) -> None:
+        while (place := _native.next_call(self._calls)) is not None:
+            self._compute(place)

@@ -2,10 +2,10 @@
 
 The GPU writes what it leaves to the CPU into page-locked memory (`Exchange`), and a call of a C function, which the
 token's graph contains for each layer, computes it there. `PoolShare` is that function for experts in host memory: no
-Python runs. `TierShare` is for packs larger than host memory: the CPU's own engine, with its cache over the disk.
+Python runs. `TierShare` is for packs larger than host memory: the CPU's own engine, with its cache over the disk, runs
+in a thread of Python, which the function waits for.
 """
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import Pack
+from moe_pack.formats import Pack, RunError
 from moe_pack.runtime.cpu import ExpertRows, Kernels, extent_rows, host_share
 from moe_pack.runtime.gpu import devices, placements
 from moe_pack.runtime.gpu.kernels.tables import LeftToCpu
@@ -29,6 +29,8 @@ Tokens: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
 MEASURED_TOKENS = (1, 4, 16, 64)  # for 4 and more the kernels decode a row once, so that times are no line
 _MEASURED_TIMES, _MEASURED_BYTES = 5, 64 << 20
+# Of a layer whose experts come from the disk: far more than slow disks take. Later, what waits will never get them.
+_MOST_LAYER_SECONDS = 120.0
 _LISTED_STEP = 8  # every eighth neuron is listed where the CPU's rate is measured
 
 
@@ -122,55 +124,69 @@ class PoolShare:
 
 
 class TierShare:
-    """The CPU's own engine computes whole experts, which it reads from the disk into its cache."""
+    """The CPU's own engine computes whole experts, which it reads from the disk into its cache.
+
+    With a GPU a thread computes them, so that the driver's thread, which calls, never needs the interpreter's lock.
+    """
 
     adds_output = True  # `y` is in the layer's own coordinates
 
-    def __init__(self, tier: ExpertRunner, exchange: Exchange, calls: devices.HostCalls | None) -> None:
+    def __init__(
+        self,
+        tier: ExpertRunner,
+        exchange: Exchange,
+        calls: devices.HostCalls | None,
+        limit_s: float = _MOST_LAYER_SECONDS,
+    ) -> None:
         self._tier, self._exchange, self._calls = tier, exchange, calls
         self._fault: BaseException | None = None
         self._busy_seconds = 0.0
-        # Graphs contain their addresses: they live as long as this.
-        self._functions: dict[tuple[int, int], Callable[..., None]] = {}
+        self._counts = exchange.counts.flatten(0, 1)  # [turns * L, k]
+        self._num_layers = exchange.counts.shape[1]
+        self._worker = (
+            None if calls is None else host_share.WorkerCalls(self._counts, exchange.y, self._compute, limit_s)
+        )
 
     def launch(self, turn: int, layer_idx: int) -> None:
         """Adds the computation of a layer to torch's current stream; without a GPU computes it at once."""
-        if self._calls is None:
-            self._compute(turn, layer_idx)
-            return
-        key = (turn, layer_idx)
-        if key not in self._functions:
-            self._functions[key] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self._compute(*key))
-        address = ctypes.cast(self._functions[key], ctypes.c_void_p).value  # type: ignore[arg-type]  # a function
-        assert address is not None, "functions have addresses"
-        self._calls.add(address, 0)
+        place = turn * self._num_layers + layer_idx
+        if self._worker is None or self._calls is None:
+            self._compute(place)
+        else:
+            self._calls.add(*self._worker.function(place))
 
     def check(self) -> None:
         """Raises the first fault since the last call."""
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
+        if self._worker is not None and (place := self._worker.take_unanswered()) is not None:
+            raise RunError(
+                f"MoE layer {place % self._num_layers}: the GPU waited {self._worker.limit_s:g} s for the CPU, which "
+                "reads the layer's experts from the disk and computes them; use a faster disk, or give more --ram"
+            )
 
     def busy_seconds(self) -> float:
         """Returns the seconds in which experts were read and computed."""
         return self._busy_seconds
 
     def close(self) -> None:
-        """Forgets the calls' functions; no graph may contain a call any more."""
-        self._functions.clear()
+        """Ends the thread; no graph may contain a call any more."""
+        if self._worker is not None:
+            self._worker.close()
 
     @torch.inference_mode()
-    def _compute(self, turn: int, layer_idx: int) -> None:
-        exchange = self._exchange
+    def _compute(self, place: int) -> None:
+        exchange, is_left = self._exchange, self._counts[place] != 0
         exchange.y.zero_()
-        is_left = exchange.counts[turn, layer_idx] != 0
         if self._fault is not None or not is_left.any():
             return
         started = time.perf_counter()
         try:
             experts, weights = exchange.experts[is_left].long()[None], exchange.weights[is_left][None]
+            layer_idx = place % self._num_layers
             exchange.y.copy_(self._tier.run_experts(layer_idx, exchange.x[None].clone(), experts, weights)[0])
-        except BaseException as fault:  # no exception may leave a call from the driver
+        except BaseException as fault:  # `check` raises it
             self._fault = fault
         self._busy_seconds += time.perf_counter() - started
 

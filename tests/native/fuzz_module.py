@@ -485,6 +485,24 @@ def call_share(module: ModuleType, cases: Cases) -> bool:
     return True
 
 
+def call_calls(module: ModuleType, cases: Cases) -> bool:
+    """Opens calls that a thread would answer, closes them, and asks for the next."""
+    num_places, k = cases.number(1, 3), cases.number(1, 3)
+    counts = cases.random.integers(-1, 2, (num_places, k)).astype(np.int32)
+    arguments: list[Any] = [counts, k, cases.floats(cases.d), cases.number(0, 5)]
+    if cases.chance(40):
+        arguments = cases.tampered(arguments)
+    found: list[Any] = []
+    if not attempt(lambda: found.append(module.open_calls(*arguments))):
+        return False
+    attempt(lambda: module.call_function(*cases.tampered([*found, 0])))
+    module.close_calls(*found)  # after which nothing waits
+    for name in ("next_call", "take_call_fault", "close_calls"):
+        call = found if cases.chance(70) else cases.tampered(found)
+        attempt(lambda name=name, call=call: getattr(module, name)(*call))  # type: ignore[misc]  # bound at once
+    return True
+
+
 def attempt(call: Callable[[], object]) -> bool:
     try:
         call()
@@ -505,6 +523,8 @@ def run_case(module: ModuleType, seed: int, pools: list[object]) -> tuple[str, b
         return "reader", call_reader(module, cases)
     if cases.chance(8):
         return "share", call_share(module, cases)
+    if cases.chance(3):
+        return "calls", call_calls(module, cases)
     if cases.chance(15):
         return "layers", call_layers(module, cases)
     names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]

@@ -127,6 +127,23 @@ def test_a_model_that_no_gpu_runs_says_which_part_of_it(
     assert chosen(tmp_path / "packed") == "cpu: models with several kinds of attention do not run on GPUs"
 
 
+def test_codes_that_are_not_shown_right_on_a_gpu_run_on_the_cpu(
+    tmp_path: Path, here: Callable[[GpuHere | None], None]
+) -> None:
+    source = TinyMixtral(hidden_size=256, num_heads=1, num_layers=2, num_experts=4).write(tmp_path / "m")
+    pack(source, tmp_path / "packed")
+    here(GPU)
+    why = "--kv-dtype q4 does not run on GPUs for models with heads of 256 values"
+    assert chosen(tmp_path / "packed", kv_dtype="q4") == f"cpu: {why}"
+    assert chosen(tmp_path / "packed", kv_dtype="q8") == "cuda: NVIDIA H200"
+    with Pack(tmp_path / "packed") as opened:
+        with pytest.raises(RunError, match=rf"here \({why}\); remove it"):
+            Engine(opened, EngineOptions(kv_dtype="q4", misses="pull"), CONTEXT)
+        with Engine(opened, EngineOptions(kv_dtype="q4"), CONTEXT) as engine:
+            assert engine.device.type == "cpu"
+            engine.decoder.next_logits([1])
+
+
 def test_a_device_that_is_given_is_taken_or_refused(folder: Path, here: Callable[[GpuHere | None], None]) -> None:
     for gpu, why in ((None, "no GPU found"), (OLD, str(OLD.fault))):
         here(gpu)

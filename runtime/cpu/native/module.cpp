@@ -488,6 +488,12 @@ PyMethodDef methods[] = {
      "share_counts(share) -> (experts, neurons, record_bytes, busy_ns)"},
     {"take_share_fault", caught<take_share_fault>, METH_O,
      "take_share_fault(share) -> None | (fault, layer, place)"},
+    {"open_calls", caught<open_calls>, METH_VARARGS, "open_calls(counts, k, y, limit_ms) -> capsule"},
+    {"call_function", caught<call_function>, METH_VARARGS,
+     "call_function(calls, place) -> (function address, argument address)"},
+    {"next_call", caught<next_call>, METH_O, "next_call(calls) -> place | None"},
+    {"take_call_fault", caught<take_call_fault>, METH_O, "take_call_fault(calls) -> place | None"},
+    {"close_calls", caught<close_calls>, METH_O, "close_calls(calls)"},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -3,12 +3,15 @@
 #include <memory>
 
 #include "host_share.h"
+#include "worker_calls.h"
 
 namespace moe_pack {
 namespace {
 
 constexpr const char* kShareName = "moe_pack.runtime.cpu._native.HostShare";
-constexpr size_t kMaxLayers = 1 << 16;
+constexpr const char* kCallsName = "moe_pack.runtime.cpu._native.WorkerCalls";
+constexpr size_t kMaxLayers = 1 << 16;  // and places of calls
+constexpr int kMaxLimit = 1 << 24;  // milliseconds
 
 // An expert of a layer, with the rows it borrows.
 struct GivenShareExpert {
@@ -87,6 +90,31 @@ HostShare* take_layer(PyObject* arguments, const char* format, int* layer_idx) {
     return nullptr;
 }
 
+// Calls and what they borrow. The calls go first.
+struct GivenCalls {
+    Buffer<const int32_t> counts;
+    Buffer<float> y;
+    std::unique_ptr<WorkerCalls> calls;
+
+    ~GivenCalls() { calls.reset(); }
+};
+
+void free_calls(PyObject* capsule) { delete static_cast<GivenCalls*>(PyCapsule_GetPointer(capsule, kCallsName)); }
+
+WorkerCalls* calls_of(PyObject* capsule) {
+    auto* given = static_cast<GivenCalls*>(PyCapsule_GetPointer(capsule, kCallsName));
+    return given == nullptr ? nullptr : given->calls.get();
+}
+
+PyObject* place_or_none(int32_t place) {
+    if (place == WorkerCalls::kNone) Py_RETURN_NONE;
+    return PyLong_FromLong(place);
+}
+
+PyObject* addresses(void (*function)(void*), const void* argument) {
+    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)function, (unsigned long long)(uintptr_t)argument);
+}
+
 }  // namespace
 
 PyObject* open_share(PyObject*, PyObject* arguments) {
@@ -133,8 +161,7 @@ PyObject* share_function(PyObject*, PyObject* arguments) {
     int layer_idx;
     HostShare* share = take_layer(arguments, "Oi:share_function", &layer_idx);
     if (share == nullptr) return nullptr;
-    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)&moe_pack_host_share,
-                         (unsigned long long)(uintptr_t)share->argument(layer_idx));
+    return addresses(moe_pack_host_share, share->argument(layer_idx));
 }
 
 PyObject* share_counts(PyObject*, PyObject* capsule) {
@@ -151,6 +178,58 @@ PyObject* take_share_fault(PyObject*, PyObject* capsule) {
     const HostShare::Fault found = share->take_fault();
     if (found.fault == ShareFault::none) Py_RETURN_NONE;
     return Py_BuildValue("iii", (int)found.fault, (int)found.layer_idx, (int)found.place_idx);
+}
+
+PyObject* open_calls(PyObject*, PyObject* arguments) {
+    PyObject *counts, *y;
+    int k, limit_ms;
+    if (!PyArg_ParseTuple(arguments, "OiOi:open_calls", &counts, &k, &y, &limit_ms)) return nullptr;
+    auto given = std::make_unique<GivenCalls>();
+    if (!given->counts.take(counts, "counts") || !given->y.take(y, "y", true)) return nullptr;
+    const size_t d = given->y.size(), num_counts = given->counts.size();
+    if (k < 1 || k > kMaxShareExperts) return refuse("k", "expected 1 to 256");
+    if (num_counts % k != 0 || num_counts / k > kMaxLayers) return refuse("counts", "sizes out of range");
+    if (d < 1 || d > (size_t)kMaxCols) return refuse("y", "sizes out of range");
+    if (limit_ms < 0 || limit_ms > kMaxLimit) return refuse("limit", "expected 0 to 16777216 milliseconds");
+    const CallBuffers buffers = {given->counts.values(), given->y.values(), (int32_t)(num_counts / k), k, (int32_t)d};
+    given->calls = std::make_unique<WorkerCalls>(buffers, std::chrono::milliseconds(limit_ms));
+    PyObject* capsule = PyCapsule_New(given.get(), kCallsName, free_calls);
+    if (capsule != nullptr) given.release();
+    return capsule;
+}
+
+PyObject* call_function(PyObject*, PyObject* arguments) {
+    PyObject* capsule;
+    int place;
+    if (!PyArg_ParseTuple(arguments, "Oi:call_function", &capsule, &place)) return nullptr;
+    WorkerCalls* calls = calls_of(capsule);
+    if (calls == nullptr) return nullptr;
+    if (place < 0 || place >= calls->num_places()) return refuse("place", "there is none of this number");
+    return addresses(moe_pack_worker_call, calls->argument(place));
+}
+
+PyObject* next_call(PyObject*, PyObject* capsule) {
+    WorkerCalls* calls = calls_of(capsule);
+    if (calls == nullptr) return nullptr;
+    int32_t place;
+    Py_BEGIN_ALLOW_THREADS;
+    place = calls->next();
+    Py_END_ALLOW_THREADS;
+    return place_or_none(place);
+}
+
+PyObject* take_call_fault(PyObject*, PyObject* capsule) {
+    WorkerCalls* calls = calls_of(capsule);
+    return calls == nullptr ? nullptr : place_or_none(calls->take_fault());
+}
+
+PyObject* close_calls(PyObject*, PyObject* capsule) {
+    WorkerCalls* calls = calls_of(capsule);
+    if (calls == nullptr) return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    calls->close();
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
 }
 
 }  // namespace moe_pack

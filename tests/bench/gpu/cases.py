@@ -1,6 +1,7 @@
 """Every kernel and its twin in plain torch: one list of cases, for `make gpu-check`'s parts `twins` and `sanitizer`.
 
-Sizes are `real`, or `tiny` for compute-sanitizer, which makes kernels a hundred times as slow, and the interpreter.
+Sizes are `real`, `wide` for compute-sanitizer, which makes kernels a hundred times as slow, or `tiny` for the
+interpreter.
 Run as a program (`cases.py DEVICE SIZE FIRST`), it runs the cases from number FIRST on, and writes a line of JSON
 before and after each: the parent process then knows which case ended this one, and goes on after it.
 """
@@ -86,17 +87,25 @@ from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 from moe_pack.runtime.model.compute.rotation import Rotation
 
 CPU = torch.device("cpu")
-Size = Literal["real", "tiny"]
+Size = Literal["real", "tiny", "2048 columns", "4096 columns", "wide"]
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 FORMATS: dict[Size, tuple[Name, ...]] = {
     "real": (1, 2, 3, 4, 8, 16, "fp8", "e5m2", "mxfp4", "t4", "t5", "t6", "t7", "t8"),
     "tiny": (2, 3, 4, "mxfp4", "t4"),
+    "2048 columns": (2, 4, "t4"),
+    "4096 columns": (2, 4, "t4"),
 }
-_ALL_SELECTORS: dict[Size, tuple[Name, ...]] = {"real": (4, "mxfp4", "t4"), "tiny": (4,)}
+_ALL_SELECTORS: dict[Size, tuple[Name, ...]] = {
+    "real": (4, "mxfp4", "t4"),
+    "tiny": (4,),
+    "2048 columns": (4,),
+    "4096 columns": (),
+}
 # A matrix's rows and columns; an expert's neurons: off every block.
-_ROWS: dict[Size, int] = {"real": 1003, "tiny": 19}
-_COLS: dict[Size, int] = {"real": 2048, "tiny": 128}
-_NEURONS: dict[Size, int] = {"real": 642, "tiny": 66}  # few enough that twins decode all at once
+_ROWS: dict[Size, int] = {"real": 1003, "tiny": 19, "2048 columns": 19, "4096 columns": 19}
+_COLS: dict[Size, int] = {"real": 2048, "tiny": 128, "2048 columns": 2048, "4096 columns": 4096}
+# Few enough that twins decode all at once.
+_NEURONS: dict[Size, int] = {"real": 642, "tiny": 66, "2048 columns": 66, "4096 columns": 66}
 # Bounds, of the sums of magnitudes behind a value: float32 products in another order. Tensor cores add products in 21
 # bits or more, and cut sums off: their bound is of the answer's root mean square. So is that of products with one
 # float16 a value.
@@ -107,7 +116,11 @@ _NORMS = (NormSpec("rms", 1e-6), NormSpec("layer", 1e-6))
 
 
 def cases(size: Size) -> Iterator[Case]:
-    """All of them, simple ones first."""
+    """All of them, simple ones first; if wide, those of rows as long as real models' have, in small numbers."""
+    if size == "wide":
+        for each in _WIDE:
+            yield from (case for case in cases(each) if _reads_rows(case))
+        return
     f, d = _NEURONS[size], _COLS[size]
     for norm_spec in _NORMS:
         yield Case("norm", f"{norm_spec.kind} {d}", partial(norm_case, norm_spec, d))
@@ -158,6 +171,14 @@ def cases(size: Size) -> Iterator[Case]:
     for stored in ("BF16", 4, "t5") if size == "real" else (4,):
         latent_shape = LatentShape(16, 128, 64, 128, 512, stored, 680, 19) if size == "real" else _TINY_LATENT
         yield Case("enter_latent, attend, leave_latent", str(stored), partial(latent_case, latent_shape))
+
+
+_WIDE: tuple[Size, ...] = ("2048 columns", "4096 columns")
+
+
+def _reads_rows(case: Case) -> bool:
+    """Whether the case's kernels multiply rows, add up their products, or attend."""
+    return any(name in case.kernels for name in ("gemv", "gated", "select", "run_group", "reduce", "attend"))
 
 
 # --- what lies between products
@@ -498,6 +519,7 @@ _CODED: tuple[KvDtype, ...] = ("q8", "q4")
 _LARGE = AttentionShape(32, 8, 128, 4095, 4096)
 _FIRST, _ODD = replace(_LARGE, position=0), AttentionShape(8, 8, 80, 300, 320)
 _RING = AttentionShape(64, 8, 64, 5000, 640, window=128, sinks=True)
+_WIDE_HEADS = AttentionShape(32, 4, 128, 300, 320)
 _TINY_RING = AttentionShape(4, 2, 64, 70, 40, window=24, sinks=True)
 _ATTENTION: dict[Size, tuple[tuple[AttentionShape, KvDtype], ...]] = {
     "real": (
@@ -513,6 +535,8 @@ _ATTENTION: dict[Size, tuple[tuple[AttentionShape, KvDtype], ...]] = {
         (replace(_TINY_RING, head_dim=16), "f32"),
         *((_TINY_RING, dtype) for dtype in _CODED),
     ),
+    "2048 columns": tuple((_WIDE_HEADS, dtype) for dtype in ("f32", "bf16", *_CODED)),
+    "4096 columns": (),
 }
 
 

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass, replace
@@ -20,7 +19,6 @@ import torch
 from support.gpu_runs import GpuRun, gpu_decoder
 from support.models import DEMO_MODEL
 from support.synthetic import shrunk
-from torch import profiler
 
 from gpu.measuring import Clock, Results
 from gpu.packs import CORRELATION, SKEW, PackRequest
@@ -117,7 +115,6 @@ def _folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
 _MIB = 1 << 20
 _CHUNK_TOKENS = 16  # of a forward pass of an engine that is built for a share
 _SMALL_SHARE = 0.3  # of the experts, for which a rehearsal has memory in place of any budget
-_PROFILED_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,28 +202,6 @@ class Opened:
     fallbacks: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KernelShare:
-    """A kernel in whole tokens: launches and microseconds a token, and its share of all kernels' time."""
-
-    pack: str
-    kernel: str
-    launches: float
-    us: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenProfile:
-    """Launches of a whole token, and microseconds of its kernels; `token_us`: of a token without the profiler."""
-
-    pack: str
-    wanted: EngineRequest
-    launches: float
-    kernels_us: float
-    token_us: float
-
-
 class SharedEngine:
     """The GPU's engine with memory for a share of the experts; in a rehearsal, over plain memory. `close` it."""
 
@@ -293,21 +268,6 @@ class EngineBench:
                 self._measure(engine, wanted, count, decode_tokens, seed) for seed, count in enumerate(prompt_tokens)
             ]
 
-    def profile(self, wanted: EngineRequest, prompt_tokens: int) -> None:
-        """Opens an engine and adds a row for each kernel of its tokens, the costliest first."""
-        count = 1 if self._clock.is_rehearsal else _PROFILED_TOKENS
-        with closing(self._open(wanted, prompt_tokens + 3 * count)) as engine:
-            decoder, draws = engine.decoder, self._drawn(3 * count, 1)
-            decoder.reset()
-            decoder.next_logits(self._drawn(prompt_tokens, 0))
-            times = [self._timed(decoder, token) for token in draws[: 2 * count]]
-            activities = profiler.ProfilerActivity
-            activity = activities.CPU if self._clock.is_rehearsal else activities.CUDA
-            with profiler.profile(activities=[activity]) as profiled:
-                for token in draws[2 * count :]:
-                    decoder.next_logits([token])
-            self._add_profile(wanted, profiled, count, 1e6 * sorted(times)[len(times) // 2])
-
     def _open(self, wanted: EngineRequest, context_tokens: int) -> Running:
         clock = self._clock
         if not clock.is_rehearsal:  # the memory of the engine before goes back to the driver
@@ -364,23 +324,6 @@ class EngineBench:
     def _drawn(self, count: int, seed: int) -> list[int]:
         spec = self.pack.spec
         return random_prompt(count, spec.vocab_size, spec.max_position_embeddings, seed)
-
-    def _add_profile(self, wanted: EngineRequest, profiled: profiler.profile, num_tokens: int, token_us: float) -> None:
-        counts: dict[str, int] = defaultdict(int)
-        times: dict[str, float] = defaultdict(float)
-        for event in profiled.events() or ():  # type: ignore[no-untyped-call]  # torch has no types for it
-            us = event.cpu_time_total if self._clock.is_rehearsal else event.device_time_total
-            if us > 0:
-                counts[event.name] += 1
-                times[event.name] += us
-        total = sum(times.values())
-        launches, kernels_us = sum(counts.values()) / num_tokens, total / num_tokens
-        self._results.add(TokenProfile(self.name, wanted, launches, kernels_us, token_us))
-        for kernel in sorted(times, key=times.__getitem__, reverse=True):
-            row = KernelShare(
-                self.name, kernel, counts[kernel] / num_tokens, times[kernel] / num_tokens, times[kernel] / total
-            )
-            self._results.add(row)
 
 
 def counts(engine: Running) -> GpuCounts:

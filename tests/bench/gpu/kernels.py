@@ -1,124 +1,236 @@
-"""Parts `timings` and `ncu`: how fast the kernels are at real models' dimensions.
+"""Parts `sweep` and `products`: kernels at real models' dimensions.
 
-`timings` compares the time of an operation with the bytes it must read; launches read other copies of random experts
-each time, more than the L2 cache holds. `ncu` runs the main kernels once each in a process of their own, in a known
-order, under NVIDIA's profiler, and reads its report back. Run as a program (`kernels.py DEVICE MODEL`), this module
-launches them, and prints the order as JSON.
+`sweep` runs the kernels of a token with grids of several sizes, and compares their times with the bytes that they must
+read; launches read other copies of random experts each time, more than the L2 cache holds. `products` runs a layer's
+experts of many tokens at several numbers of rows an expert, with torch's grouped product as their ceiling.
 """
 
-import csv
-import io
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
-from pathlib import Path
+from math import prod
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
 
-from gpu.checks import find_tool
-from gpu.measuring import ByteClock, Clock, Results, Timed, copies_beyond
-from gpu.transfers import Experts, Model, Stored, make_experts, make_matrices, one_pull
-from moe_pack.formats import Selector
+from gpu.measuring import ByteClock, Clock, Results, Timed, copies_beyond, repeated
+from moe_pack.convert.synthetic import WeightDistribution, random_rows, random_stream
+from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, part_format
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.runtime.gpu.kernels import attention, grids, matmul, neurons, tables
 from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.grouped import Group, PassMemory, combine, run_group, sort_pairs
 from moe_pack.runtime.gpu.kernels.halves import Halves, round_rows
-from moe_pack.runtime.gpu.kernels.matmul import gemm, gemv
-from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
-from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.kernels.tables import Landing, LeftToCpu, RunningNeurons
-from moe_pack.runtime.gpu.slicing import Slicing
-from moe_pack.runtime.model.caches import KvDtype, RowStorage
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemv
+from moe_pack.runtime.gpu.kernels.rows import num_partials, part_of
+from moe_pack.runtime.gpu.kernels.tables import Landing, LayerTables, LeftToCpu, RunningNeurons, kind_of
+from moe_pack.runtime.gpu.slicing import EXACT_HALVES, FAST_HALVES, Slicing
+from moe_pack.runtime.model.caches import RowStorage
 
-MIXTRAL, QWEN3 = Model("Mixtral-8x7B", 4096, 14336, 2), Model("Qwen3-30B-A3B", 2048, 768, 8)
-_GPT_OSS, _TINY = Model("gpt-oss-120b", 2880, 2880, 4), Model("tiny", 128, 96, 2)
-_SPARSITIES, _TABLE_1 = (0.0, 0.8), (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
-_KV_DTYPES: tuple[KvDtype, ...] = ("bf16", "q8", "q4")
-_TOKENS = (16, 128, 512, 2048)
-_SCRATCH_BYTES = 256 << 20  # of a pass of 2,048 tokens
+_GROUP = 64
+_RECORD_BITS = 4  # of records and dense matrices
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
-    model: Model
-    selector: Selector
-    selector_bits: Stored
-    record_bits: Stored
+class Model:
+    """A model's dimensions. `k`: of `num_experts`, that a token takes.   `sparsity`: of neurons, that do not run."""
 
-    def __str__(self) -> str:
-        return f"{self.model.name} x{self.model.k} {self.selector} {self.selector_bits}/{self.record_bits}"
+    name: str
+    d: int
+    f: int
+    k: int
+    num_experts: int = 8
+    vocabulary: int = 32_000
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    selector_bits: int = 4
+    sparsity: float = 0.0
 
 
-# FloE's Table 1: one expert as the paper stores it, at six sparsities.
-_FLOE = Stores(Model("Mixtral-8x7B", 4096, 14336, 1), "up", 2, 16)
-EXPERTS = (_FLOE, Stores(MIXTRAL, "up", 2, 4), Stores(QWEN3, "up", 4, 4), Stores(_GPT_OSS, "both", "mxfp4", "e5m2"))
-_REHEARSED = (
-    Stores(_TINY, "up", 2, 4),
-    Stores(_TINY, "up", 2, 16),
-    Stores(_TINY, "both", "mxfp4", "e5m2"),
-    Stores(_TINY, "up", "t4", "t7"),
-)
-_MATRICES = ((4096, 4096, 4), (32000, 4096, 4), (4096, 4096, 16), (2048, 4096, 4), (151936, 2048, 4))
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """Copies of one random expert; a launch takes `k` of them."""
+
+    tables: LayerTables
+    batches: tuple[Tensor, ...]
+    selector_bytes: int  # of all its rows' parts
+    record_bytes: int  # of a record's
+
+
+def _layout_of(model: Model) -> ExpertLayout:
+    chosen, stored = part_format(model.selector_bits, _GROUP), part_format(_RECORD_BITS, _GROUP)
+    spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
+    return expert_layout(ExpertFormat(stored, chosen, stored), "up", spec, model.d)
+
+
+def _random_extent(layout: ExpertLayout) -> NDArray[np.uint8]:
+    """An expert's selector and records: u8 [bytes]; activations of rms 1 for hidden states of rms 1."""
+    d = layout.records.num_cols
+    spreads = {name: WeightDistribution(0.0, d**-0.5) for name in ("gate", "up")} | {
+        "down": WeightDistribution(0.0, layout.num_rows**-0.5)
+    }
+    stream = random_stream(1)
+    halves = [random_rows(rows, layout.num_rows, spreads, stream) for rows in (layout.selector, layout.records) if rows]
+    return np.concatenate([half.reshape(-1) for half in halves])
+
+
+def _make_experts(clock: Clock, model: Model) -> Experts:
+    """So many copies that what each operation reads of them exceeds the L2 cache four times."""
+    layout, f = _layout_of(model), model.f
+    records_bytes = sum(part.num_bytes for part in layout.records.parts)
+    selected = 0 if layout.selector is None else f * sum(part.num_bytes for part in layout.selector.parts)
+    least = min(selected or f * records_bytes, f * records_bytes // 10)
+    num_batches = -(-copies_beyond(clock.l2_bytes, least) // model.k)
+    num_experts = num_batches * model.k
+    extent = torch.from_numpy(_random_extent(layout))
+    arena = repeated(extent, num_experts, clock.device)
+    device, stride = clock.device, arena.numel() // num_experts // 16
+    first = torch.arange(num_experts, dtype=torch.int32, device=device)[:, None] * stride
+    row = torch.arange(f, dtype=torch.int32, device=device)[None, :]
+    kind = kind_of(layout, "up", "silu")
+    tables = LayerTables(
+        arena=arena,
+        selector_at=None if layout.selector is None else first + row * kind.selector_units,
+        record_at=first + layout.selector_bytes // 16 + row * kind.record_units,
+        kind=torch.zeros(num_experts, dtype=torch.int32, device=device),
+        thresholds=torch.zeros(num_experts, device=device),
+        kinds=(kind,),
+    )
+    batches = torch.arange(num_experts, dtype=torch.int32, device=device).view(num_batches, model.k)
+    return Experts(tables, tuple(batch.clone() for batch in batches), selected, records_bytes)
+
+
+def _make_matrices(clock: Clock, num_rows: int, num_cols: int) -> tuple[list[StoredRows], int]:
+    """Returns copies of a random matrix, four times the L2 cache in all, and the bytes of one's part."""
+    spread = WeightDistribution(0.0, num_cols**-0.5)
+    layout = row_layout([("weight", part_format(_RECORD_BITS, _GROUP), False)], num_cols)
+    rows = torch.from_numpy(random_rows(layout, num_rows, {"weight": spread}, random_stream(2))).to(clock.device)
+    num_bytes, part = num_rows * layout.parts[0].num_bytes, part_of(layout, "weight")
+    return [StoredRows(rows.clone(), part) for _ in range(copies_beyond(clock.l2_bytes, num_bytes))], num_bytes
+
+
+# ---- grids of a token's kernels -------------------------------------------------------------------------------------
+
+MIXTRAL = Model("Mixtral-8x7B", 4096, 14336, 2, selector_bits=2, sparsity=0.8)
+QWEN3 = Model("Qwen3-30B-A3B", 2048, 768, 8, num_experts=128, vocabulary=151_936, kv_heads=4)
+_TINY = Model("tiny", 128, 96, 2, num_experts=3, vocabulary=96, heads=4, kv_heads=2, head_dim=16, sparsity=0.5)
+_SCALES, _REHEARSED_SCALES = (1.0, 0.5, 2.0, 4.0), (1.0, 2.0)  # the usual grid first: not all may be reached in time
+_CONTEXT, _REHEARSED_CONTEXT = 4096, 48  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTime:
-    """An operation on a token's experts. `running`: share of the neurons."""
+class GridTime:
+    """A token's kernel with a grid for `scale` times as many programs at once as usual.
 
-    experts: str
-    sparsity: float
-    running: float
+    `programs`: of the launch.   `waves`: the launch's programs by those that the GPU runs at once; None where the
+    driver does not say.
+    """
+
+    model: str
     operation: str
+    scale: float
+    programs: int
+    waves: float | None
     timed: Timed
 
 
-@dataclass(frozen=True, slots=True)
-class DenseTime:
-    """A matrix [rows, cols] times so many vectors, or experts of so many tokens. `tflops`: of their multiplications."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Operation:
+    """A kernel of a token. `launch`: takes the number of a copy of what is read, of `num_copies`."""
 
-    operation: str
-    rows: int
-    cols: int
-    bits: Stored
-    tokens: int
-    tflops: float
-    timed: Timed
+    name: str
+    num_bytes: int
+    launch: Callable[[int], object]
+    num_copies: int
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTime:
-    """A token's attention over a cache of `context` tokens, all seen."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    cache: str
-    context: int
-    timed: Timed
+def sweep(results: Results, clock: Clock) -> None:
+    timer = ByteClock(clock, clock.copy_rate())
+    for model in (_TINY,) if clock.is_rehearsal else (MIXTRAL, QWEN3):
+        results.section(model.name, partial(_sweep_model, results, timer, model))
 
 
-def timings(results: Results, clock: Clock) -> None:
-    """Runs every case apart, so that one that fails costs no other."""
-    timer, tiny = ByteClock(clock, clock.copy_rate()), clock.is_rehearsal
-    for stores in _REHEARSED if tiny else EXPERTS:
-        results.section(str(stores), partial(_token, results, timer, stores))
-    for rows, cols, bits in ((96, 128, 4), (96, 128, "t4")) if tiny else _MATRICES:
-        results.section(f"gemv {rows}x{cols} {bits}", partial(_gemv, results, timer, rows, cols, bits))
-    for rows, cols, bits in ((96, 128, 4),) if tiny else ((4096, 4096, 4), (4096, 4096, 16)):
-        results.section(f"gemm {rows}x{cols} {bits}", partial(_gemm, results, timer, rows, cols, bits))
-    for model, num_experts in ((_TINY, 3),) if tiny else ((MIXTRAL, 8), (QWEN3, 128)):
-        results.section(f"experts of many tokens, {model.name}", partial(_many, results, timer, model, num_experts))
-    for heads, kv_heads in ((4, 2),) if tiny else ((32, 8), (32, 4)):
-        results.section(f"attention {heads}/{kv_heads}", partial(_attention, results, timer, heads, kv_heads))
+def _sweep_model(results: Results, timer: ByteClock, model: Model) -> None:
+    experts = _make_experts(timer.clock, model)
+    matrices = [_make_matrices(timer.clock, rows, model.d) for rows in (model.d, model.vocabulary)]
+    for scale in _REHEARSED_SCALES if timer.clock.is_rehearsal else _SCALES:
+        with _with_grids(scale):
+            for operation in _operations(timer.clock, model, experts, matrices, scale):
+                name = f"{model.name}, {operation.name}, {scale:g}"
+                results.section(name, partial(_time, results, timer, model, operation, scale))
 
 
-_ENTRY_BYTES = 16  # of a running neuron: read, with its record's place, and written, with its record's place
+@contextmanager
+def _with_grids(scale: float) -> Iterator[None]:
+    """Sizes grids as for a GPU that runs `scale` times as many programs at once.
+
+    All that is known here about how kernels choose their grids stands here and in `num_partials`.
+    """
+
+    def wave(registers: int, num_warps: int, shared_bytes: int = 0) -> int:
+        return max(1, round(scale * grids.wave(registers, num_warps, shared_bytes)))
+
+    with ExitStack() as stack:
+        for module in (attention, matmul, neurons, tables):
+            stack.enter_context(patch.object(module, "wave", wave))
+        yield
+
+
+def _operations(
+    clock: Clock, model: Model, experts: Experts, matrices: list[tuple[list[StoredRows], int]], scale: float
+) -> Iterator[_Operation]:
+    """Yields the operations, with buffers for the grids of now; no row is missing."""
+    device, k, f, batches = clock.device, model.k, model.f, experts.batches
+    x = torch.randn(model.d, generator=torch.Generator().manual_seed(0)).to(device)
+    listed = [_Lists.allocate(experts, model, device) for _ in batches]
+    _set_thresholds(x, experts, listed[0].running, model.sparsity)
+    for batch, one in zip(batches, listed, strict=True):
+        neurons.select(x, batch, experts.tables, one.running)
+        one.compact(batch)
+    num_running, num_sums = int(listed[0].running.counts[0].sum()), num_partials(k, f, round(scale * clock.num_sms))
+    partials = torch.zeros((len(batches), k, num_sums, model.d), device=device)
+    weights, out = torch.full((k,), 1 / k, device=device), torch.zeros(model.d, device=device)
+
+    def selects(number: int) -> None:
+        neurons.select(x, batches[number], experts.tables, listed[number].running)
+
+    def sums(number: int) -> None:
+        neurons.neurons(x, batches[number], experts.tables, listed[number].running, partials[number], "here")
+
+    yield _Operation("select", k * experts.selector_bytes, selects, len(batches))
+    yield _Operation("neurons", num_running * experts.record_bytes, sums, len(batches))
+    reduced = 4 * k * num_sums * model.d
+    yield _Operation("reduce", reduced, lambda number: reduce(partials[number], weights, out), len(batches))
+    for copies, num_bytes in matrices:
+        y = torch.zeros(len(copies[0].rows), device=device)
+        product = partial(_multiply, x, copies, y)
+        yield _Operation(f"gemv {len(y)}x{model.d}", num_bytes, product, len(copies))
+    context, rows = _REHEARSED_CONTEXT if clock.is_rehearsal else _CONTEXT, RowStorage("bf16", (model.head_dim,))
+    cache_bytes = 2 * model.kv_heads * context * rows.row_bytes
+    num_copies = copies_beyond(clock.l2_bytes, cache_bytes)
+    caches = torch.randn((num_copies, 2, model.kv_heads, context, model.head_dim), device=device)
+    yield _Operation(f"attend {context}", cache_bytes, _attends(rows.encode(caches), rows, model.heads), num_copies)
+
+
+def _multiply(x: Tensor, copies: list[StoredRows], y: Tensor, number: int) -> None:
+    gemv(x, copies[number], y)
+
+
+def _set_thresholds(x: Tensor, experts: Experts, running: RunningNeurons, sparsity: float) -> None:
+    """Sets the thresholds so that this share of the neurons does not run."""
+    experts.tables.thresholds.zero_()
+    neurons.select(x, experts.batches[0], experts.tables, running)
+    experts.tables.thresholds.fill_(float(torch.quantile(running.a[0].abs(), sparsity)) if sparsity else 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,148 +260,12 @@ class _Lists:
         landing = Landing(slots, 0, f, experts.tables.kinds[0].record_units)
         return cls(experts, RunningNeurons.allocate(k, f, device), landing, left)
 
-    def compact(self, batch: Tensor, is_split: bool) -> None:
+    def compact(self, batch: Tensor) -> None:
         share = self.experts.tables.thresholds[:1]  # not read: nothing is missing
-        compact(batch, self.experts.tables, self.running, self.landing, share, self.left, is_split)
+        neurons.compact(batch, self.experts.tables, self.running, self.landing, share, self.left, False)
 
 
-def _token(results: Results, timer: ByteClock, stores: Stores) -> None:
-    """The operations on a token's experts, and all one after the other, at each sparsity; no row is missing."""
-    model, device = stores.model, timer.clock.device
-    experts = make_experts(timer.clock, model, stores.selector, stores.selector_bits, stores.record_bits)
-    x = torch.randn(model.d, generator=torch.Generator().manual_seed(0)).to(device)
-    listed = _Lists.allocate(experts, model, device)
-    select(x, experts.batches[0], experts.tables, listed.running)
-    a = listed.running.a[0].abs()
-    for sparsity in _TABLE_1 if stores == _FLOE else _SPARSITIES:
-        experts.tables.thresholds.fill_(float(torch.quantile(a, sparsity)) if sparsity else 0.0)
-        select(x, experts.batches[0], experts.tables, listed.running)
-        _times(results, timer, stores, sparsity, x, experts, listed)
-
-
-def _times(
-    results: Results, timer: ByteClock, stores: Stores, sparsity: float, x: Tensor, experts: Experts, listed: _Lists
-) -> None:
-    model, device, num_running = stores.model, timer.clock.device, int(listed.running.counts[0].sum())
-    partials = torch.zeros((model.k, num_partials(model.k, model.f, timer.clock.num_sms), model.d), device=device)
-    weights, out = torch.full((model.k,), 1 / model.k, device=device), torch.zeros(model.d, device=device)
-
-    def selects(batch: int) -> None:
-        select(x, experts.batches[batch], experts.tables, listed.running)
-
-    def lists(batch: int, is_split: bool = False) -> None:
-        listed.compact(experts.batches[batch], is_split)
-
-    def sums(batch: int) -> None:
-        neurons(x, experts.batches[batch], experts.tables, listed.running, partials, "here")
-
-    def reduces(batch: int) -> None:
-        reduce(partials, weights, out)
-
-    def everything(batch: int) -> None:
-        selects(batch)
-        lists(batch)
-        sums(batch)
-        reduces(batch)
-
-    selected, recorded = model.k * experts.selector_bytes, num_running * experts.record_bytes
-    entries_bytes = _ENTRY_BYTES * num_running
-    for operation, num_bytes, launch in (
-        ("select", selected, selects),
-        ("compact, split", entries_bytes, partial(lists, is_split=True)),
-        ("compact", entries_bytes, lists),
-        ("neurons", recorded, sums),
-        ("reduce", 4 * partials.numel(), reduces),
-        ("all", selected + entries_bytes + recorded, everything),
-    ):
-        timed = timer.timed(num_bytes, launch, len(experts.batches))
-        results.add(ExpertTime(str(stores), sparsity, num_running / model.k / model.f, operation, timed))
-
-
-def _gemv(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
-    device, (matrices, num_bytes) = timer.clock.device, make_matrices(timer.clock, rows, cols, bits)
-    x, out, copies = torch.randn(cols).to(device), torch.zeros(rows, device=device), len(matrices)
-    timed = timer.timed(num_bytes, lambda i: gemv(x, matrices[i], out), copies)
-    results.add(DenseTime("gemv", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
-    if bits == 16:
-        half = x.to(torch.bfloat16)
-        timed = timer.timed(num_bytes, lambda i: torch.mv(matrices[i].rows, half), copies)
-        results.add(DenseTime("torch.mv, bf16", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
-
-
-def _gemm(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
-    matrices, num_bytes = make_matrices(timer.clock, rows, cols, bits)
-    copies = len(matrices)
-    for tokens in (3,) if timer.clock.is_rehearsal else _TOKENS:
-        x = torch.randn(tokens, cols).to(timer.clock.device)
-        out, work = torch.zeros(tokens, rows, device=x.device), rows * cols * tokens
-
-        scratch = torch.empty(2 * rows * cols, dtype=torch.float16, device=x.device)
-
-        def product(i: int, x: Tensor = x, out: Tensor = out, scratch: Tensor = scratch) -> None:
-            gemm(x, matrices[i], out, scratch, 2)
-
-        timed = timer.timed(num_bytes, product, copies)
-        results.add(DenseTime("gemm", rows, cols, bits, tokens, _tflops(work, timed), timed))
-        if bits == 16:
-            half = x.to(torch.bfloat16)
-            timed = timer.timed(num_bytes, lambda i, half=half: half @ matrices[i].rows.T, copies)  # type: ignore[misc] # a default
-            results.add(DenseTime("torch.matmul, bf16", rows, cols, bits, tokens, _tflops(work, timed), timed))
-
-
-def _many(results: Results, timer: ByteClock, model: Model, num_experts: int) -> None:
-    """All experts of a layer in a pass of so many tokens: as exact as float32's products, and with one float16."""
-    device, experts, k = timer.clock.device, make_experts(timer.clock, model, "up", 2, 4), model.k
-    # Activations are about normal, of deviation 1: 0.8 of them lie below this.
-    experts.tables.thresholds.fill_(1.28)
-    tables, draw = experts.tables, np.random.default_rng(0)
-    assert tables.selector_at is not None
-    copies = torch.arange(num_experts, device=device) % len(tables.record_at)
-    layer = replace(
-        tables, selector_at=tables.selector_at[copies], record_at=tables.record_at[copies],
-        thresholds=tables.thresholds[copies], kind=tables.kind[copies],
-    )  # fmt: skip
-    order = torch.arange(num_experts, dtype=torch.int32, device=device)
-    for tokens in (3,) if timer.clock.is_rehearsal else _TOKENS:
-        routes = torch.from_numpy(np.stack([draw.permutation(num_experts)[:k] for _ in range(tokens)])).to(device)
-        num_bytes = len(routes.unique()) * (experts.selector_bytes + model.f * experts.record_bytes)
-        x, weights = torch.randn(tokens, model.d).to(device), torch.full((tokens, k), 1 / k, device=device)
-        y = torch.zeros_like(x)
-        for num_halves in (1, 2):
-            sizes = (model.f, model.d, num_experts, num_halves, _SCRATCH_BYTES)
-            slicing = Slicing.of(*sizes)
-            memory = PassMemory.allocate(*slicing, model.d, tokens * k, num_halves, device)
-            rounded = Halves.allocate(num_halves, tokens, model.d, device)
-
-            def runs(
-                number: int, x: Tensor = x, routes: Tensor = routes, weights: Tensor = weights, y: Tensor = y,
-                memory: PassMemory = memory, rounded: Halves = rounded, together: int = slicing.num_experts
-            ) -> None:  # fmt: skip
-                pairs = sort_pairs(routes, order, num_experts)
-                round_rows(x, rounded)
-                for first in range(0, num_experts, together):
-                    run_group(rounded, Group(pairs, layer, first, min(together, num_experts - first)), memory)
-                combine(memory.outputs, weights, y)
-
-            timed = timer.timed(num_bytes, runs, 1)
-            work = 3 * model.d * model.f * tokens * k
-            name = f"{num_experts} experts of many tokens, {model.name}{', fast' if num_halves == 1 else ''}"
-            results.add(DenseTime(name, model.f, model.d, "2/4", tokens, _tflops(work, timed), timed))
-
-
-def _attention(results: Results, timer: ByteClock, heads: int, kv_heads: int) -> None:
-    tiny = timer.clock.is_rehearsal
-    head_dim = 16 if tiny else 128
-    for context, dtype in product((48,) if tiny else (4096, 32768), _KV_DTYPES):
-        rows = RowStorage(dtype, (head_dim,))
-        num_bytes = 2 * kv_heads * context * rows.row_bytes
-        num_copies = copies_beyond(timer.clock.l2_bytes, num_bytes)
-        drawn = torch.randn((num_copies, 2, kv_heads, context, head_dim), device=timer.clock.device)
-        timed = timer.timed(num_bytes, attends(rows.encode(drawn), rows, heads), num_copies)
-        results.add(AttentionTime(heads, kv_heads, head_dim, dtype, context, timed))
-
-
-def attends(caches: Tensor, rows: RowStorage, heads: int) -> Callable[[int], None]:
+def _attends(caches: Tensor, rows: RowStorage, heads: int) -> Callable[[int], None]:
     """Attention of one token at the last position, over the copy [keys and values, heads, context, n] of a number."""
     (_, _, kv_heads, context, _), (head_dim,) = caches.shape, rows.parts
     q, out = (torch.randn(heads, head_dim, device=caches.device) for _ in range(2))
@@ -302,139 +278,145 @@ def attends(caches: Tensor, rows: RowStorage, heads: int) -> Callable[[int], Non
     return attend_once
 
 
-def _tflops(multiplications: int, timed: Timed) -> float:
-    return 2 * multiplications / timed.us / 1e6
+def _time(results: Results, timer: ByteClock, model: Model, operation: _Operation, scale: float) -> None:
+    programs, waves = _first_grid(timer.clock, partial(operation.launch, 0))
+    timed = timer.timed(operation.num_bytes, operation.launch, operation.num_copies)
+    results.add(GridTime(model.name, operation.name, scale, programs, waves, timed))
 
 
-_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "WarpStateStats", "InstructionStats")
-_MODELS = {"mixtral": MIXTRAL, "qwen3": QWEN3, "tiny": _TINY}
-_KERNELS = "regex:^(_select_kernel|_compact_kernel|_neurons_kernel|_gemv|_attend_kernel|_pull_records_kernel)$"
-_SECONDS = 90  # that a model's launches may take
-_SPARSITY = 0.8
+def _first_grid(clock: Clock, launch: Callable[[], object]) -> tuple[int, float | None]:
+    """Returns the programs and the waves of the first kernel that something launches, which is the large one here."""
+    seen = list[tuple[int, Any]]()
+    run = GridExecutor.__call__ if clock.is_rehearsal else JITFunction.run
+
+    def observed(owner: Any, *arguments: Any, **named: Any) -> Any:
+        kernel = run(owner, *arguments, **named)
+        seen.append((prod(named.get("grid") or owner.grid), kernel))
+        return kernel
+
+    with patch.object(*((GridExecutor, "__call__") if clock.is_rehearsal else (JITFunction, "run")), observed):
+        launch()
+    clock.synchronize()
+    programs, kernel = seen[0]
+    waves = None
+    if kernel is not None:
+        with suppress(Exception):  # Triton's or the driver's face may have changed; times count without it
+            waves = programs / (clock.num_sms * _resident(kernel))
+    return programs, waves
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """A launch of a kernel. `case`: what it works on."""
+def _resident(kernel: Any) -> int:
+    """Returns how many programs of a compiled kernel a multiprocessor runs at once, by the driver."""
+    found = ctypes.c_int()
+    given = (ctypes.c_void_p(kernel.function), 32 * kernel.metadata.num_warps, ctypes.c_size_t(kernel.metadata.shared))
+    fault = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(found), *given)
+    assert fault == 0, f"the driver's error {fault}"
+    return found.value
 
-    kernel: str
-    case: str
-    launch: Callable[[], object]
+
+# ---- experts of many tokens -----------------------------------------------------------------------------------------
+
+_EXPERT_ROWS = (4, 16, 64, 128, 256, 1024)
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
-    """A figure of a kernel's launch, as ncu has it; numbers without their separators."""
+class ProductTime:
+    """All experts of a layer in a pass in which each has so many rows. `tflops`: of their multiplications."""
 
     model: str
-    kernel: str
-    case: str
-    metric: str
-    unit: str
-    value: str
+    how: str
+    expert_rows: int
+    tokens: int
+    ms: float
+    tflops: float
 
 
-def count(results: Results, clock: Clock) -> None:
-    for name in ("tiny",) if clock.is_rehearsal else ("mixtral", "qwen3"):
-        results.section(name, partial(_profile, results, clock, name))
+Product = Callable[[], object]
 
 
-def _profile(results: Results, clock: Clock, model: str) -> None:
-    command = [sys.executable, str(Path(__file__)), clock.device.type, model]
-    if clock.is_rehearsal:  # the launches are rehearsed, and that their order is told
-        told = json.loads(_output(command))
-        for kernel, case in told:
-            results.add(Metric(model, kernel, case, "rehearsed", "", ""))
-        return
-    tool = find_tool("ncu")
-    assert tool is not None, "ncu is not installed"
-    report = results.path.with_name(f"{results.path.stem}-{model}.ncu-rep")
-    sections = [word for section in _SECTIONS for word in ("--section", section)]
-    options = ["--profile-from-start", "off", "--clock-control", "none", "--target-processes", "all"]
-    options += ["--kernel-name", _KERNELS, "--force-overwrite"]
-    lines = _output([tool, *options, *sections, "--export", str(report), *command]).splitlines()
-    (told,) = (json.loads(line) for line in lines if line.startswith("[["))
-    page = _output([tool, "--import", str(report), "--csv", "--page", "details", "--print-units", "base"])
-    for metric in read_metrics(page, model, told):
-        results.add(metric)
+def products(results: Results, clock: Clock) -> None:
+    for model in (_TINY,) if clock.is_rehearsal else (MIXTRAL, QWEN3):
+        for how, make in (("grouped", _grouped), ("torch._grouped_mm, bf16", _torch_grouped)):
+            results.section(f"{model.name}, {how}", partial(_add_products, results, clock, model, how, make))
 
 
-def read_metrics(page: str, model: str, launches: list[list[str]]) -> list[Metric]:
-    """Returns the metrics of ncu's `details` page as CSV; `launches` are kernels and cases, in their order.
-
-    Raises:  AssertionError if the report has other kernels, or in another order.
-    """
-    begin = page.index('"ID"')
-    rows = [row for row in csv.DictReader(io.StringIO(page[begin:])) if row["Metric Name"]]
-    names = {row["ID"]: row["Kernel Name"].partition("(")[0] for row in rows}
-    numbers, kernels = list(names), list(names.values())
-    assert kernels == [kernel for kernel, _ in launches], f"ncu saw {kernels}, launched were {launches}"
-    cases = {number: case for number, (_, case) in zip(numbers, launches, strict=True)}
-    return [
-        Metric(
-            model, names[row["ID"]], cases[row["ID"]], row["Metric Name"], row["Metric Unit"],
-            row["Metric Value"].replace(",", ""),
-        )
-        for row in rows
-    ]  # fmt: skip
+def _add_products(
+    results: Results,
+    clock: Clock,
+    model: Model,
+    how: str,
+    make: Callable[[Clock, Model], Callable[[int], Iterator[tuple[str, Product]]]],
+) -> None:
+    """Adds a row for each number of rows and each product of `make`, which prepares the experts once."""
+    products_of = make(clock, model)
+    for expert_rows in (2, 4) if clock.is_rehearsal else _EXPERT_ROWS:
+        tokens = expert_rows * model.num_experts // model.k
+        for numerics, launch in products_of(tokens):
+            seconds = clock.direct(launch, _ROUNDS)
+            work = 6 * model.d * model.f * tokens * model.k
+            row = (model.name, f"{how}{numerics}", expert_rows, tokens, 1000 * seconds, work / seconds / 1e12)
+            results.add(ProductTime(*row))
 
 
-def _output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    said = (done.stdout + done.stderr)[-800:]
-    assert done.returncode == 0, f"{Path(command[0]).name} ended with {done.returncode}: {said}"
-    return done.stdout
+def _routes(model: Model, tokens: int) -> NDArray[np.int64]:
+    """Draws experts, [tokens, k], so that all have equally many rows where these divide evenly."""
+    order = np.random.default_rng(0).permutation(model.num_experts)
+    return order[np.arange(tokens * model.k) % model.num_experts].reshape(tokens, model.k)
 
 
-def launches(clock: Clock, model: Model) -> list[Launch]:
-    """The kernels' launches, in the order in which they are to run."""
-    device, is_tiny, is_mixtral = clock.device, model.name == _TINY.name, model.name == MIXTRAL.name
-    experts = make_experts(clock, model, "up", 2 if is_mixtral else 4, 4)
-    x, batch, tables = torch.randn(model.d).to(device), experts.batches[-1], experts.tables
-    listed = _Lists.allocate(experts, model, device)
-    select(x, batch, tables, listed.running)
-    tables.thresholds.fill_(float(torch.quantile(listed.running.a[0].abs(), _SPARSITY)))
-    partials = torch.zeros((model.k, num_partials(model.k, model.f, clock.num_sms), model.d), device=device)
-    found = [
-        Launch("_select_kernel", model.name, lambda: select(x, batch, tables, listed.running)),
-        Launch("_compact_kernel", f"{model.name}, {_SPARSITY}", lambda: listed.compact(batch, is_split=False)),
-        Launch(
-            "_neurons_kernel",
-            f"{model.name}, {_SPARSITY}",
-            lambda: neurons(x, batch, tables, listed.running, partials, "here"),
-        ),
-    ]
-    vocabulary = 32_000 if is_mixtral else 151_936
-    for rows, cols in ((96, 128),) if is_tiny else ((model.d, model.d), (vocabulary, model.d)):
-        (matrices, _), out = make_matrices(clock, rows, cols, 4), torch.zeros(rows, device=device)
-        product = partial(gemv, torch.randn(cols).to(device), matrices[-1], out)
-        found.append(Launch("_gemv", f"{rows}x{cols}, 4 bit", product))
-    heads, kv_heads, context, dim = (4, 2, 48, 16) if is_tiny else (32, 8 if is_mixtral else 4, 4096, 128)
-    for dtype in _KV_DTYPES:
-        storage = RowStorage(dtype, (dim,))
-        caches = storage.encode(torch.randn((1, 2, kv_heads, context, dim), device=device))
-        name = f"{heads}/{kv_heads}, {context} tokens, {dtype}"
-        found.append(Launch("_attend_kernel", name, partial(attends(caches, storage, heads), 0)))
-    pull = one_pull(clock, replace(model, k=1), 4)
-    return [*found, Launch("_pull_records_kernel", f"{model.name}, a fifth of an expert's records", pull)]
+_SCRATCH_BYTES = 256 << 20  # that passes have where no memory is left over
 
 
-def main(device_name: str, name: str) -> None:
-    device = torch.device(device_name)
-    clock = Clock(device, device.type == "cpu")
-    chosen = launches(clock, _MODELS[name])
-    for each in chosen:
-        each.launch()
-    clock.synchronize()
-    if device.type == "cuda":
-        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch has no types for it
-    for each in chosen:
-        each.launch()
-    clock.synchronize()
-    if device.type == "cuda":
-        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # likewise
-    sys.stdout.write(json.dumps([[each.kernel, each.case] for each in chosen]) + "\n")
+def _grouped(clock: Clock, model: Model) -> Callable[[int], Iterator[tuple[str, Product]]]:
+    """Our kernels: with two float16 numbers a value, and with one."""
+    device, k, experts = clock.device, model.k, _make_experts(clock, model)
+    stored, number = experts.tables, model.num_experts
+    assert stored.selector_at is not None, "these experts have a selector"
+    copies = torch.arange(number, device=device) % len(stored.record_at)
+    layer = replace(
+        stored, selector_at=stored.selector_at[copies], record_at=stored.record_at[copies], kind=stored.kind[copies],
+        thresholds=stored.thresholds[copies],
+    )  # fmt: skip
+    order = torch.arange(number, dtype=torch.int32, device=device)
+
+    def products_of(tokens: int) -> Iterator[tuple[str, Product]]:
+        routes, weights = torch.from_numpy(_routes(model, tokens)).to(device), torch.ones(tokens, k, device=device)
+        x, y = (torch.randn(tokens, model.d, device=device) for _ in range(2))
+        for num_halves, numerics in ((EXACT_HALVES, ", exact"), (FAST_HALVES, ", fast")):
+            slicing = Slicing.of(model.f, model.d, number, num_halves, _SCRATCH_BYTES)
+            memory = PassMemory.allocate(*slicing, model.d, tokens * k, num_halves, device)
+            rounded = Halves.allocate(num_halves, tokens, model.d, device)
+
+            def launch(memory: PassMemory = memory, rounded: Halves = rounded) -> None:
+                pairs, together = sort_pairs(routes, order, number), memory.decoded.shape[2]
+                round_rows(x, rounded)
+                for first in range(0, number, together):
+                    run_group(rounded, Group(pairs, layer, first, min(together, number - first)), memory)
+                combine(memory.outputs, weights, y)
+
+            yield numerics, launch
+
+    return products_of
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+def _torch_grouped(clock: Clock, model: Model) -> Callable[[int], Iterator[tuple[str, Product]]]:
+    """Torch's grouped product of bfloat16 weights, the ceiling: three products, and the neurons' function."""
+    device, E = clock.device, model.num_experts
+    gate, up, down = (
+        torch.randn((E, *shape), device=device, dtype=torch.bfloat16).transpose(1, 2)
+        for shape in ((model.f, model.d), (model.f, model.d), (model.d, model.f))
+    )
+
+    def products_of(tokens: int) -> Iterator[tuple[str, Product]]:
+        counts = np.bincount(_routes(model, tokens).reshape(-1), minlength=E)
+        ends = torch.from_numpy(counts.cumsum().astype(np.int32)).to(device)
+        x = torch.randn(tokens * model.k, model.d, device=device, dtype=torch.bfloat16)
+
+        def launch() -> None:
+            h = torch.nn.functional.silu(torch._grouped_mm(x, gate, offs=ends)) * torch._grouped_mm(x, up, offs=ends)
+            torch._grouped_mm(h, down, offs=ends)
+
+        yield "", launch
+
+    return products_of

@@ -258,15 +258,6 @@ class Clock:
         return 2 * num_bytes / self.direct(lambda: target.copy_(source), 20)
 
 
-def host_seconds(action: Launch, rounds: int) -> float:
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
-
-
 def copies_beyond(l2_bytes: int, num_bytes: int, least: int = 2) -> int:
     """Returns how many copies of so many bytes are four times as large as the L2 cache."""
     return max(least, -(-4 * l2_bytes // num_bytes))

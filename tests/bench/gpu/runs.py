@@ -56,6 +56,14 @@ SERIES = (
         ("context",),
         ("timed.us", "timed.share"),
     ),
+    Series(
+        "Grids of a token's kernels",
+        "GridTime",
+        ("model", "operation"),
+        ("scale",),
+        ("timed.us", "timed.share", "waves", "programs"),
+    ),
+    Series("Experts of many tokens", "ProductTime", ("model", "how"), ("expert_rows",), ("tflops", "ms")),
     Series("What ncu counts", "Metric", ("kernel", "case"), ("metric", "unit"), ("value",)),
     Series(
         "Rows over the link", "Transfer", ("record_bits", "row_bytes", "running"), ("way", "programs"), ("gb_a_second",)

@@ -1,10 +1,9 @@
-"""Parts `demo`, `token`, `mixtral`, `qwen3` and `sampling`: whole models on a GPU.
+"""Parts `mixtral`, `qwen3` and `demo`: whole models on a GPU.
 
-`demo` compares the demo model with plain torch on the CPU: with each way to get missing rows, memory for shares of the
-experts, and within budgets, which must hold by the driver's own count. If every missing row is pulled, bits depend
-neither on residency nor on graphs. Decoding must take no memory, and wait only for a token's logits. The other parts
-have real dimensions and synthetic weights: a profile of whole tokens by kernel, decoding and prompts in budgets, and
-the host's time to choose a token.
+The first two have real dimensions and synthetic weights: prompts of several lengths and decode. `demo` compares the
+demo model with plain torch on the CPU: with each way to get missing rows, memory for shares of the experts, and within
+budgets, which must hold by the driver's own count. If every missing row is pulled, bits depend neither on residency nor
+on graphs. Decoding must take no memory, and wait only for a token's logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from gpu.engines import (
     EngineBench,
     EngineRequest,
     Running,
-    Speed,
     counts,
     link_rate,
     make_demo,
@@ -29,11 +27,11 @@ from gpu.engines import (
     open_engine,
     remove_packs,
 )
-from gpu.measuring import Clock, Results, host_seconds
+from gpu.measuring import Clock, Results
 from gpu.packs import MIXTRAL, QWEN3, PackRequest
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_plan
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
-from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
+from moe_pack.runtime import Engine, EngineOptions, Text
 from moe_pack.runtime.engine.options import MissesOption
 from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import host_bytes
@@ -342,139 +340,27 @@ def _forbidden_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-_CAP_GIB = 11
-_LENGTHS, _FEW_LENGTHS = (128, 16, 512), (128, 512)  # of prompts; the first also warms up
-_DECODED, _FEW_DECODED = 96, 48
-# Where experts come from the disk: of the host's memory, and less to do.
-_RAM_BYTES, _DISK_LENGTHS, _DISK_DECODED = 6 << 30, (128, 16), 24
-_REHEARSED_LENGTHS: tuple[tuple[int, ...], int] = (2, 2), 2
-_SAMPLERS = {"greedy": (0.0, 1.0), "temperature 1": (1.0, 1.0), "temperature 0.8, top-p 0.95": (0.8, 0.95)}
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Decoding under a cap, relative to that with everything on the GPU (FloE: 0.91 with 2-bit experts resident)."""
-
-    pack: str
-    misses: MissesOption
-    policy: str
-    tier: str
-    gib: int
-    capped_per_s: float
-    resident_per_s: float
-    ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerTime:
-    sampler: str
-    vocabulary: int
-    ms: float
-
-
-def profile(results: Results, clock: Clock) -> None:
-    """Whole tokens under the profiler: Mixtral under the cap, Qwen3 with everything on the GPU."""
-    remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
-    rate = link_rate(clock)
-    for wanted, engine in ((MIXTRAL, _capped("auto", _CAP_GIB)), (QWEN3, EngineRequest("auto"))):
-
-        def body(wanted: PackRequest = wanted, engine: EngineRequest = engine) -> None:
-            folder = make_synthetic(results, wanted)
-            with closing(EngineBench(results, clock, folder, rate)) as bench:
-                bench.profile(engine, 2 if clock.is_rehearsal else 128)
-
-        results.section(wanted.name, body)
+# The first prompt warms up, and is measured again.
+_LENGTHS, _CAPPED_LENGTHS, _DECODED = (128, 16, 128, 512, 2048, 8192), (128, 16, 128, 512, 2048), 96  # tokens
+_REHEARSED_LENGTHS, _REHEARSED_DECODED = (2, 2), 2
+_CAP_BYTES = 11 << 30
 
 
 def mixtral(results: Results, clock: Clock) -> None:
-    remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
-    _budgets(results, clock, MIXTRAL)
+    """Prompts and decode with everything on the GPU, then in 11 GiB."""
+    _run_model(results, clock, MIXTRAL)
 
 
 def qwen3(results: Results, clock: Clock) -> None:
-    remove_packs(clock.is_rehearsal, (QWEN3.name,))
-    _budgets(results, clock, QWEN3)
+    """Prompts and decode with everything on the GPU, then in 11 GiB."""
+    _run_model(results, clock, QWEN3)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """An engine to time, with the lengths of its prompts and of what follows each."""
-
-    wanted: EngineRequest
-    lengths: tuple[int, ...] = _FEW_LENGTHS
-    decoded: int = _FEW_DECODED
-
-    @property
-    def name(self) -> str:
-        wanted, tier = self.wanted, "" if self.wanted.ram_bytes is None else ", disk"
-        space = "all" if wanted.budget_bytes is None else f"{wanted.budget_bytes >> 30} GiB"
-        return f"{wanted.misses}, {wanted.policy}, {space}{tier}"
-
-
-def _runs() -> list[_Run]:
-    """Returns all runs, the important ones first; both packs are whole on the GPU in some 18 GiB."""
-    from_disk = replace(_capped("auto", _CAP_GIB), ram_bytes=_RAM_BYTES)
-    return [
-        _Run(EngineRequest("auto"), _LENGTHS, _DECODED),
-        _Run(_capped("auto", _CAP_GIB), _LENGTHS, _DECODED),
-        _Run(_capped("auto", 8)),
-        _Run(_capped("cpu", _CAP_GIB)),
-        _Run(_capped("pull", _CAP_GIB)),
-        _Run(replace(_capped("auto", _CAP_GIB), policy="corm")),
-        _Run(from_disk, _DISK_LENGTHS, _DISK_DECODED),
-        _Run(_capped("auto", 16)),
-        _Run(_capped("pull", 8)),
-    ]
-
-
-def _rehearsed_runs() -> list[_Run]:
-    auto = _capped("auto", _CAP_GIB)
-    runs = (EngineRequest("auto"), replace(auto, policy="corm"), replace(auto, ram_bytes=_RAM_BYTES))
-    return [_Run(wanted, *_REHEARSED_LENGTHS) for wanted in runs]
-
-
-def _budgets(results: Results, clock: Clock, wanted: PackRequest) -> None:
+def _run_model(results: Results, clock: Clock, wanted: PackRequest) -> None:
+    remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
     rate, folder = link_rate(clock), make_synthetic(results, wanted)
+    whole, capped = EngineRequest("auto"), EngineRequest("auto", budget_bytes=_CAP_BYTES)
     with closing(EngineBench(results, clock, folder, rate)) as bench:
-        whole: list[Speed] = []
-
-        def measure(run: _Run) -> None:
-            budget = run.wanted.budget_bytes
-            found = bench.measure(run.wanted, run.lengths, run.decoded)[1]
-            if budget is None:
-                whole.append(found)
-            elif whole:
-                tier, resident = "host" if run.wanted.ram_bytes is None else "disk", whole[0].decode_per_s
-                ratio = found.decode_per_s / resident
-                row = Ratio(
-                    bench.name,
-                    run.wanted.misses,
-                    run.wanted.policy,
-                    tier,
-                    budget >> 30,
-                    found.decode_per_s,
-                    resident,
-                    ratio,
-                )
-                results.add(row)
-
-        for run in _rehearsed_runs() if clock.is_rehearsal else _runs():
-            results.section(run.name, partial(measure, run))
-
-
-def _capped(misses: MissesOption, gib: int) -> EngineRequest:
-    return EngineRequest(misses, budget_bytes=gib << 30)
-
-
-def sampling(results: Results, clock: Clock) -> None:
-    """A model's peaked predictions, and those of random weights, at both vocabularies."""
-    for vocabulary in (32_000, 151_936):
-        flat = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
-        peaked = 2.5 * flat
-        peaked[:50] += 12
-        for name, (temperature, top_p) in _SAMPLERS.items():
-            for kind, logits in (("peaked", peaked), ("flat", flat)):
-                sampler = Sampler(SamplingOptions(temperature, top_p, seed=0))
-                choose: Callable[[], object] = partial(sampler.choose, logits)
-                ms = 1000 * host_seconds(choose, 3 if clock.is_rehearsal else 31)
-                results.add(SamplerTime(f"{name}, {kind}", vocabulary, ms))
+        for name, engine, lengths in (("all", whole, _LENGTHS), ("11 GiB", capped, _CAPPED_LENGTHS)):
+            given = (_REHEARSED_LENGTHS, _REHEARSED_DECODED) if clock.is_rehearsal else (lengths, _DECODED)
+            results.section(name, partial(bench.measure, engine, *given))

@@ -297,16 +297,17 @@ def test_where_few_bits_are_not_supported_the_message_says_so(demo_pack: PackMak
     with Pack(demo_pack("none", 4)) as opened:
         heads = opened.spec
     assert isinstance(heads.attention, GroupedQuerySpec)
-    odd = replace(heads, attention=replace(heads.attention, head_dim=18))
+    odd, most, wide = (replace(heads, attention=replace(heads.attention, head_dim=dim)) for dim in (18, 128, 256))
     latent = model_spec(write(Tiny("deepseek_v2", "latents"), tmp_path / "latent"))
-    for named, spec, part in (
-        ("q8", latent, "latent attention"),
-        ("q4", latent, "latent attention"),
-        ("q4", odd, "of 18 values"),
+    for named, spec, part, instead in (
+        ("q8", latent, "latent attention", "bf16 or f32"),
+        ("q4", latent, "latent attention", "bf16 or f32"),
+        ("q4", odd, "of 18 values", "bf16 or f32"),
+        ("q4", wide, "of 256 values", "q8, or --device cpu"),
     ):
-        with case(named, part), pytest.raises(RunError, match=f"--kv-dtype {named} with .*{part}; use bf16 or f32"):
+        with case(named, part), pytest.raises(RunError, match=f"--kv-dtype {named} with .*{part}; use {instead}$"):
             EngineOptions(device="cuda", kv_dtype=named).check_gpu(spec)
-    for named, spec in (("q8", heads), ("q4", heads), ("q8", odd), ("bf16", latent)):
+    for named, spec in (("q8", heads), ("q4", heads), ("q8", odd), ("q4", most), ("q8", wide), ("bf16", latent)):
         EngineOptions(device="cuda", kv_dtype=named).check_gpu(spec)
     spec = model_spec(write(Tiny("switch_transformers", "encoder"), tmp_path / "encoder"))
     for named in ("bf16", *CODED):
