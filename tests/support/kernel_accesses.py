@@ -174,8 +174,8 @@ class _Owners:
             if chunk.values is not None and is_other.any():
                 is_other &= self._value[near] != np.repeat(chunk.values, chunk.size // self._unit)[is_near]
             elif is_other.any():  # what a program has stored itself, with the same values, it may load
-                own = [_bytes_of(each)[:: self._unit] for each in launch.stores if each.program == chunk.program]
-                own = np.concatenate(own).astype(np.int64) if own else np.zeros(0, np.int64)
+                stored = [_bytes_of(each)[:: self._unit] for each in launch.stores if each.program == chunk.program]
+                own = np.concatenate([np.zeros(0, np.int64), *stored]).astype(np.int64)
                 is_other &= ~np.isin(near, (own - self._first) // self._unit)
             if is_other.any():
                 at = int(np.flatnonzero(is_other)[0])

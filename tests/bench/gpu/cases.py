@@ -178,7 +178,7 @@ _WIDE: tuple[Size, ...] = ("2048 columns", "4096 columns")
 
 def _reads_rows(case: Case) -> bool:
     """Whether the case's kernels multiply rows, add up their products, or attend."""
-    return any(name in case.kernels for name in ("gemv", "gated", "select", "run_group", "reduce", "attend"))
+    return any(name in case.kernels for name in ("gemv", "gemm", "gated", "select", "run_group", "reduce", "attend"))
 
 
 # --- what lies between products
