@@ -240,7 +240,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_modules_are_imported_by_statements_which_the_tests_above_read() -> None:
     # By name: commands, families, names of faces, what one system has, kernels that another process compiles.
-    by_name = {COMMAND_HELPERS, TABLE, FACES, "moe_pack.formats.base.files", "moe_pack.runtime.gpu.kernels.ahead"}
+    by_name = {COMMAND_HELPERS, TABLE, FACES, "moe_pack.formats.base.files", "moe_pack.runtime.gpu.ahead"}
     assert {source.module for source in sources() if re.search(r"import_module\(|__import__\(", source.text)} == by_name
 
 

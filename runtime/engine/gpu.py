@@ -17,8 +17,7 @@ from moe_pack import formats
 from moe_pack.runtime import cpu, model, offload
 from moe_pack.runtime.engine import built, machine, mapped, offloaded
 from moe_pack.runtime.engine.drafting import DraftChoice
-from moe_pack.runtime.gpu import cpu_share, devices, fit, gpu_engine, placements
-from moe_pack.runtime.gpu.kernels import ahead
+from moe_pack.runtime.gpu import ahead, cpu_share, devices, fit, gpu_engine, placements
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.prefetch import methods_by_layer

@@ -1,14 +1,16 @@
 """The division of a GPU's memory between an engine's parts, and its use; importing this needs no Triton.
 
-Only plans of packs, and the tokens of a forward pass, go by this estimate: `gpu_engine.fit_to_gpu` measures.
+Only plans of packs, and the tokens of a forward pass, go by this estimate: `gpu_engine.fit_to_gpu` measures. In passes
+of many tokens `Slicing` divides experts: so many are decoded at once, and so many of their neurons.
 """
 
 import sys
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moe_pack import formats
 from moe_pack.runtime.gpu import placements
-from moe_pack.runtime.gpu.slicing import EXACT_HALVES, Slicing
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import budgets
 from moe_pack.runtime.offload.budgets import cache_bytes
@@ -16,9 +18,60 @@ from moe_pack.runtime.offload.budgets import cache_bytes
 # Left free if no budget is given: the GPU may drive a display, whose next allocation must not fail.
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 0.03, 256 << 20
 # Tokens of a forward pass, where memory allows: longer passes bring experts over the link less often.
-MOST_CHUNK_TOKENS = 2048
+MOST_CHUNK_TOKENS, _CHUNK_STEP = 2048, 16
+_PASS_SHARE = 1 / 16  # of the memory, that passes longer than the shortest may take
 LOGITS_AT_ONCE = 64  # tokens: those of a whole pass would take more memory than all else in it
 _OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
+
+
+FAST_HALVES, EXACT_HALVES = 1, 2  # float16 numbers of a value
+_TOKEN_BYTES = 512 << 10  # scratch memory for each token of a pass: short ones cannot fill larger products
+_MOST_BYTES = 256 << 20  # a slice of it has some hundred programs; experts have the rest
+_BLOCK = 64  # neurons of a slice are a multiple of it
+_LEAST_SLICE = 512  # neurons, if experts do not fit as a whole: with fewer, sums of down are short and programs few
+
+
+class Slicing(NamedTuple):
+    """So many experts of a layer are decoded at once, and so many of their neurons."""
+
+    num_experts: int
+    num_neurons: int  # a multiple of 64
+
+    @classmethod
+    def of(cls, num_rows: int, num_cols: int, num_experts: int, num_halves: int, scratch_bytes: int) -> "Slicing":
+        """Returns the division by which a layer's experts fit scratch memory: whole ones, or slices of many."""
+        most = max(_BLOCK, scratch_bytes // (2 * 3 * num_halves * num_cols))
+        whole = -(-num_rows // _BLOCK) * _BLOCK
+        if most >= whole:
+            return cls(min(num_experts, most // whole), whole)
+        together = max(1, min(num_experts, most // _LEAST_SLICE))
+        num_slices = -(-whole // (most // together // _BLOCK * _BLOCK))
+        return cls(together, -(-num_rows // (num_slices * _BLOCK)) * _BLOCK)
+
+    @classmethod
+    def for_passes(
+        cls, layout: formats.PackLayout, chunk_tokens: int, num_halves: int, spare_bytes: int = 0
+    ) -> "Slicing":
+        """Returns the division for passes of at most so many tokens.
+
+        Args:    spare_bytes: of the GPU, which nothing else needs: where there is space for more experts at once, a
+                 pass has fewer launches. Their slices stay as they are, so that the memory changes no bit.
+        """
+        spec = layout.spec
+        sizes = (spec.expert.intermediate_size, spec.hidden_size, spec.router.num_experts, num_halves)
+        usual = cls.of(*sizes, min(_TOKEN_BYTES * chunk_tokens, _MOST_BYTES))
+        one_more = usual._replace(num_experts=usual.num_experts + 1)
+        expert_bytes = one_more.num_bytes(layout, chunk_tokens, num_halves) - usual.num_bytes(
+            layout, chunk_tokens, num_halves
+        )
+        number = min(spec.router.num_experts, usual.num_experts + spare_bytes // expert_bytes)
+        return usual._replace(num_experts=number)
+
+    def num_bytes(self, layout: formats.PackLayout, chunk_tokens: int, num_halves: int) -> int:
+        """Returns the memory of passes: decoded rows, and neurons and outputs of all pairs of tokens and experts."""
+        number, n = self
+        d, pairs = layout.spec.hidden_size, chunk_tokens * layout.spec.router.num_experts_per_tok
+        return 2 * 3 * num_halves * number * n * d + 4 * 5 * number * n + pairs * (4 * (n + d + 1) + 2 * num_halves * n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +109,17 @@ def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts =
 
 
 def divide_gpu(needs: budgets.MemoryNeeds, budget_bytes: int, context_tokens: int) -> budgets.Division:
-    """Divides a GPU's memory into fixed parts and the experts'; raises BudgetTooSmall if the largest does not fit."""
+    """Divides a GPU's memory into fixed parts and the experts'; raises BudgetTooSmall if the largest does not fit.
+
+    Passes are as long as a share of the memory allows, so that experts get more of more memory.
+    """
+    shortest, longest = needs.shortest_chunk, needs.longest_chunk
+    most_bytes = needs.fixed(shortest).num_bytes + int(_PASS_SHARE * budget_bytes)
+    if needs.fixed(longest).num_bytes > most_bytes:
+        chunks = range(shortest, longest, _CHUNK_STEP)
+        number = bisect_right(chunks, most_bytes, key=lambda chunk: needs.fixed(chunk).num_bytes)
+        longest = chunks[max(number - 1, 0)]
+    needs = replace(needs, longest_chunk=longest)
     return budgets.divide_or_refuse(budget_bytes, needs, context_tokens, "raise it, give dense weights fewer bits")
 
 

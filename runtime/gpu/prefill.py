@@ -3,7 +3,7 @@
 Experts are decoded and multiplied a group at a time (`kernels.grouped`). Those that are not resident as a whole are
 copied from host memory into a ring (`ExpertStream`) that takes all of the dynamic memory, half of it at a time, so that
 the next ones come while these run. Copies are the copy engine's: a kernel that read host memory would take registers
-from the products. Where all experts are resident, no launch waits for the host. Importing this needs Triton.
+from the products. The host waits for nothing if all experts are resident. Importing this needs Triton.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.layouts import DenseLayout
 from moe_pack.runtime import model
-from moe_pack.runtime.gpu import devices, slicing
+from moe_pack.runtime.gpu import devices, fit
 from moe_pack.runtime.gpu.cpu_share import PromptShare
 from moe_pack.runtime.gpu.kernels import grouped, halves
 from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
@@ -173,9 +173,9 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         is_fast: bool = False,
         spare_bytes: int = 0,
     ) -> None:
-        self._num_halves = slicing.FAST_HALVES if is_fast else slicing.EXACT_HALVES
+        self._num_halves = fit.FAST_HALVES if is_fast else fit.EXACT_HALVES
         d, num_pairs = pack.spec.hidden_size, chunk_tokens * pack.spec.router.num_experts_per_tok
-        self._slicing = slicing.Slicing.for_passes(pack.layout, chunk_tokens, self._num_halves, spare_bytes)
+        self._slicing = fit.Slicing.for_passes(pack.layout, chunk_tokens, self._num_halves, spare_bytes)
         self._own = grouped.PassMemory.allocate(*self._slicing, d, num_pairs, self._num_halves, device)
         self.memory, self.stream = memory, ExpertStream(pack, memory, host, queues)
         self._queues, self._tier, self._share = queues, tier, share
@@ -200,7 +200,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> model.Matrix:
         is_router = dense.role.name.endswith("router")
-        num_halves = slicing.EXACT_HALVES if is_router else self._num_halves
+        num_halves = fit.EXACT_HALVES if is_router else self._num_halves
         return DeviceMatrix(dense, raw, self._own.decoded.view(-1), num_halves)
 
     def run_experts(

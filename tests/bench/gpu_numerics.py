@@ -39,7 +39,7 @@ def compared(name: str, packed: Path, num_tokens: int) -> list[tuple[str, ...]]:
     """Returns the table's rows of a pack, one for each way of rounding."""
     with Pack(packed) as pack:
         ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * num_tokens])[:num_tokens]
-    expected, rows = reference_logits(packed, ids), []
+    expected, rows = reference_logits(packed, ids), list[tuple[str, ...]]()
     known = expected.double().log_softmax(dim=1)
     for mode in ("exact", "fast"):
         found = logits_of(packed, ids, mode == "fast")

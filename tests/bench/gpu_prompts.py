@@ -18,8 +18,7 @@ from gpu.launches import WAIT, count_prompt, is_triton
 
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.parts import GroupedQuerySpec
-from moe_pack.runtime.gpu.fit import MOST_CHUNK_TOKENS
-from moe_pack.runtime.gpu.slicing import EXACT_HALVES, FAST_HALVES
+from moe_pack.runtime.gpu.fit import EXACT_HALVES, FAST_HALVES, MOST_CHUNK_TOKENS
 
 _MODELS = {"mixtral-8x7b": 0.45, "qwen3-30b-a3b": 0.40}  # and the share of the experts that 11 GiB lack
 _BITS = 4.5  # of a weight, with scales and zeros

@@ -113,7 +113,7 @@ class _Shape(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """Where selector row 0 and record 0 of experts would lie in the arena, in units of 16 bytes: int64 [E] each."""
+    """The places of selector row 0 and record 0 of experts in the arena, in units of 16 bytes: int64 [E] each."""
 
     selectors: Tensor
     records: Tensor

@@ -51,7 +51,7 @@ from gpu.comparing import EXP, Case, Difference, Prepared, against_rms, exact, e
 from gpu.predicted_cases import paths_case, pulled_ahead_case, routes_case, substituted_case
 from moe_pack.formats import NeuronFunction, NormSpec, PartFormat, RouterSpec, Selector
 from moe_pack.formats.parts import LatentSpec
-from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
+from moe_pack.runtime.gpu.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
     attend,

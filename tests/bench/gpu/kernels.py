@@ -25,6 +25,7 @@ from gpu.measuring import ByteClock, Clock, Results, Timed, copies_beyond, repea
 from moe_pack.convert.synthetic import WeightDistribution, random_rows, random_stream
 from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, part_format
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.runtime.gpu.fit import EXACT_HALVES, FAST_HALVES, Slicing
 from moe_pack.runtime.gpu.kernels import attention, grids, matmul, neurons, tables
 from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
@@ -33,7 +34,6 @@ from moe_pack.runtime.gpu.kernels.halves import Halves, round_rows
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemv
 from moe_pack.runtime.gpu.kernels.rows import num_partials, part_of
 from moe_pack.runtime.gpu.kernels.tables import Landing, LayerTables, LeftToCpu, RunningNeurons, kind_of
-from moe_pack.runtime.gpu.slicing import EXACT_HALVES, FAST_HALVES, Slicing
 from moe_pack.runtime.model.caches import RowStorage
 
 _GROUP = 64

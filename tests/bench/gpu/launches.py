@@ -29,7 +29,7 @@ from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import PoolShare
 from moe_pack.runtime.gpu.devices import Queues
-from moe_pack.runtime.gpu.slicing import EXACT_HALVES, Slicing
+from moe_pack.runtime.gpu.fit import EXACT_HALVES, Slicing
 
 Queue = Literal["main", "cpu", "link"]
 Mode = Literal["split", "pull", "resident"]

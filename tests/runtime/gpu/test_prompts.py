@@ -9,7 +9,7 @@ from support.gpu_runs import GpuRun, gpu_engine, reference_logits
 from support.models import TinyMixtral, pack
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.gpu.slicing import EXACT_HALVES, FAST_HALVES, Slicing
+from moe_pack.runtime.gpu.fit import EXACT_HALVES, FAST_HALVES, Slicing
 from moe_pack.runtime.offload import ExpertKey
 
 NUM_PASSES, CHUNK_TOKENS = 2, 16

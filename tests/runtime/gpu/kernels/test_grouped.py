@@ -18,9 +18,9 @@ from torch import Tensor
 from moe_pack.formats import NeuronFunction, Selector, part_format, trellis_format
 from moe_pack.formats.pack.plans import FP8
 from moe_pack.formats.parts.specs import SELECTORS
+from moe_pack.runtime.gpu.fit import Slicing
 from moe_pack.runtime.gpu.kernels.grouped import Group, PassMemory, combine, run_group, sort_pairs
 from moe_pack.runtime.gpu.kernels.halves import Halves, round_rows
-from moe_pack.runtime.gpu.slicing import Slicing
 from moe_pack.runtime.model import activations
 
 FAST, EXACT = 1, 2  # float16 numbers of a value

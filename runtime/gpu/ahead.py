@@ -36,7 +36,7 @@ _FEWEST = 4  # with fewer kernels, starting processes takes longer than compilin
 _NAME_CHARACTERS = 150  # Triton cuts the name of a kernel's file in the cache to so many
 _WORKER = (
     "import sys; sys.path[:] = sys.argv[1:]; "
-    "from moe_pack.runtime.gpu.kernels.ahead import compile_from_stdin; compile_from_stdin()"
+    "from moe_pack.runtime.gpu.ahead import compile_from_stdin; compile_from_stdin()"
 )
 
 

@@ -31,7 +31,7 @@ from support.compiled_kernels import RecordingDriver
 from support.profiles import Recorder
 from support.kernel_calls import dense_calls, running_calls
 from triton.runtime.driver import driver
-from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
+from moe_pack.runtime.gpu.ahead import collected_launches, compile_ahead
 
 if __name__ == "__main__":
     driver.set_active(RecordingDriver(90))
