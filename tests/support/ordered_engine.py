@@ -77,7 +77,7 @@ class Watch:
         if region is None:
             name = f"{'page-locked ' * (kind == 'locked')}{tensor.dtype} {list(tensor.shape)}".replace("torch.", "")
             region = Region(name, kind, storage.data_ptr(), storage.nbytes(), self.order.current.number)
-            self._known[storage._cdata] = StorageWeakRef(storage), region
+            self._known[storage._cdata] = StorageWeakRef(storage), region  # type: ignore[no-untyped-call]  # in torch
             self._look_for_freed()
         return region
 
@@ -109,17 +109,17 @@ class Watch:
     def _look_for_freed(self) -> None:
         """Forgets memory that was freed; the new memory may be the same."""
         for key, (storage, region) in list(self._known.items()):
-            if storage.expired():
+            if storage.expired():  # type: ignore[no-untyped-call]  # untyped in torch
                 del self._known[key]
                 if region.kind == "device":
                     self.order.check_freed(region)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Records torch's operations."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,7 +160,7 @@ class _Functions(TorchFunctionMode):
     """Tells the device's memory from the host's by what torch's functions are asked for."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +212,7 @@ class OrderedQueues(_Queues):
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cuda"))
         for fork, stream in self._forks.items():
-            stream.name = fork
+            stream.name = fork  # type: ignore[attr-defined]  # of a double
         self._copy.name = "copies"  # type: ignore[union-attr]  # a GPU has one
 
 

@@ -221,7 +221,7 @@ def _merge(clock: Clock, other: Clock) -> None:
 def _site() -> str:
     """Returns the line of the runtime, outside of its kernels, that is running."""
     frame = sys._getframe(1)
-    while frame is not None:  # type: ignore[redundant-expr]  # the outermost has none before it
+    while frame is not None:  # the outermost has none before it
         name = frame.f_code.co_filename
         if name.startswith(_RUNTIME) and not name.startswith(_KERNELS):
             return f"{Path(name).name}:{frame.f_lineno}"
