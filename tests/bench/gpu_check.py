@@ -96,6 +96,7 @@ PARTS = {
     "machine": Part(1, 40, "gpu.transfers", "machine"),
     "transfer": Part(1, 60, "gpu.transfers", "transfer"),
     "sanitizer": Part(1, 200, "gpu.checks", "sanitize"),
+    "llama": Part(1, 200, "gpu.llama"),
     "ncu": Part(2, 180, "gpu.kernels", "count"),
     "timings": Part(2, 150, "gpu.kernels", "timings"),
     "token": Part(2, 240, "gpu.whole_models", "profile"),
