@@ -10,10 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import gguf
 import llama_cuda
+import numpy as np
 import pytest
 import torch
-from benchlib.llama_side import Dimensions
+from benchlib import llama_side
+from benchlib.llama_side import Dimensions, Given, write_gguf
 from click import ClickException
 from gpu import llama
 from gpu.llama import LlamaRun, cpu_layers, read_speed
@@ -174,6 +177,31 @@ def test_as_few_layers_as_fit_the_budget_have_their_experts_on_the_cpu() -> None
                 assert gpu_bytes(model, found - 1) + workspace + layer_bytes > gib * GIB, "one less would fit"
             assert cpu_layers(spec, 64 * GIB) == 0
             assert cpu_layers(spec, GIB) == spec.num_hidden_layers
+
+
+# --- synthetic models
+
+
+def test_a_synthetic_model_has_every_tensor_with_weights_of_its_deviation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_side, "_POOL_BYTES", 1 << 14)  # matrices are made of several pieces
+    router = torch.randn(8, 128, generator=torch.Generator().manual_seed(0)).numpy()
+    np.save(tmp_path / "blk.1.ffn_gate_inp.weight.npy", router)
+    dimensions = Dimensions("llama", 2, 128, 96, 8, 2, 4, 2, 32, 500, 1e-5, 1e4)
+    write_gguf(tmp_path / "model.gguf", dimensions, Given(tmp_path, {"ffn_up_exps": 0.5}))
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert set(found) == {name for name, _, _ in dimensions.tensors()}
+    for name, shape, _ in dimensions.tensors():
+        with case(name):
+            values = gguf.quants.dequantize(found[name].data, found[name].tensor_type)
+            assert values.shape == shape
+            expected = {"token_embd": 5.12, "ffn_up_exps": 0.5}.get(name.split(".")[-2], 0.02)
+            if name == "blk.1.ffn_gate_inp.weight":
+                assert np.array_equal(values, router)
+            else:
+                assert float(values.std()) == pytest.approx(expected, rel=0.2)
+                assert float(values.mean()) == pytest.approx(float("norm" in name), abs=expected / 2)
 
 
 # --- llama-bench

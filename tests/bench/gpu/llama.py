@@ -243,8 +243,8 @@ def read_speed(test: dict[str, Any], model: str, wanted: LlamaRun, gpu_bytes: in
 
 def _libraries() -> str:
     """Returns the folders of CUDA's libraries that torch brings along, as a path."""
-    site = Path(torch.__file__).parents[1]
-    return os.pathsep.join([*map(str, sorted(site.glob("nvidia/*/lib"))), os.environ.get("LD_LIBRARY_PATH", "")])
+    folders = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib"))
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("LD_LIBRARY_PATH")]))
 
 
 @contextmanager
