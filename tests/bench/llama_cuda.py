@@ -33,7 +33,20 @@ _CPUS = ("haswell", "zen4")  # the CPU's code with AVX2, and with AVX-512
 # (Mixtral) or 8 (Qwen3) query heads a head of keys.
 _OPERATIONS = frozenset(
     (
-        *("argsort", "binbcast", "clamp", "convert", "cpy", "fattn", "getrows", "ggml-cuda", "mmf", "mmid", "mmq"),
+        *(
+            "argsort",
+            "binbcast",
+            "clamp",
+            "convert",
+            "cpy",
+            "fattn",
+            "fwht",
+            "getrows",
+            "ggml-cuda",
+            "mmf",
+            "mmid",
+            "mmq",
+        ),
         *("mmvf", "mmvq", "moe-weighted-reduction", "norm", "quantize", "rope", "scale", "set-rows", "softmax"),
         *("sumrows", "topk-moe", "unary"),
     )
@@ -121,7 +134,7 @@ def configure_command(folder: Path, nvcc: Path) -> list[str]:
         "BUILD_SHARED_LIBS": "ON",
         "CMAKE_BUILD_WITH_INSTALL_RPATH": "ON",
         "CMAKE_INSTALL_RPATH": "$ORIGIN",
-        "CMAKE_MODULE_LINKER_FLAGS": "-Wl,-z,lazy",
+        "CMAKE_MODULE_LINKER_FLAGS": "-Wl,-z,lazy,--no-as-needed",
         "CMAKE_CUDA_COMPILER": nvcc,
         "CMAKE_CUDA_ARCHITECTURES": _ARCHITECTURE,
         "CMAKE_CUDA_FLAGS": f"-I{cuda / 'include'}",
@@ -162,11 +175,15 @@ def compile_all(folder: Path, jobs: int) -> None:
 
 
 def left_out(cuda_library: Path) -> list[str]:
-    """Returns llama.cpp's own functions that a library needs and nobody has, without their arguments."""
+    """Returns llama.cpp's own functions that a library needs and nobody has, without their arguments.
+
+    Raises:  ClickException if one of them is asked for every graph whether an operation may run.
+    """
     listed = subprocess.run(["nm", "-DCu", str(cuda_library)], check=True, capture_output=True, text=True).stdout
-    names = (line.strip().removeprefix("U ").strip() for line in listed.splitlines())
-    own = (re.search(r"[\w:]+(?=[(<])", name) for name in names if "ggml_backend_cuda_context" in name)
-    return sorted({found[0] for found in own if found})
+    names = sorted(set(re.findall(r"\b((?:ggml_cuda|mul_mat)_\w+)[<(]", listed)))
+    if asked := [name for name in names if re.search(r"_(?:use|should|can)_", name)]:
+        raise click.ClickException(f"{cuda_library.name} needs {', '.join(asked)}; keep their sources")
+    return names
 
 
 def members(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 from math import prod
@@ -102,6 +103,28 @@ def test_the_compiler_makes_code_for_hopper_alone_with_paths_of_the_folder(tmp_p
     assert options["CMAKE_INSTALL_RPATH"] == "$ORIGIN", "libraries are found where they are unpacked"
     assert options["GGML_NATIVE"] == "OFF", "the other machine has another CPU"
     assert options["CMAKE_CUDA_COMPILER"] == "/cuda/bin/nvcc"
+
+
+LIBRARY = """
+struct tensor;
+void ggml_cuda_op_wkv(tensor *);
+template <int n> void mul_mat_q_case(tensor *);
+bool OTHER(tensor *);
+void kept(tensor * t) { if (OTHER(t)) { ggml_cuda_op_wkv(t); mul_mat_q_case<3>(t); } }
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or shutil.which("nm") is None, reason="it reads a compiled library")
+def test_functions_that_are_left_out_are_listed_and_none_is_asked_for_every_graph(tmp_path: Path) -> None:
+    def compiled(other: str) -> Path:
+        source, library = tmp_path / "library.cpp", tmp_path / f"{other}.so"
+        source.write_text(LIBRARY.replace("OTHER", other))
+        subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+        return library
+
+    assert llama_cuda.left_out(compiled("ggml_row_size")) == ["ggml_cuda_op_wkv", "mul_mat_q_case"]
+    with pytest.raises(ClickException, match="needs ggml_cuda_op_mul_mat_use_fwht; keep their sources"):
+        llama_cuda.left_out(compiled("ggml_cuda_op_mul_mat_use_fwht"))
 
 
 def built(folder: Path, program: str) -> Path:
