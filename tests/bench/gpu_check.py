@@ -97,7 +97,7 @@ PARTS = {
     "mixtral": Part(1, 160, "gpu.whole_models", "mixtral"),
     "demo": Part(1, 60, "gpu.whole_models", "demo"),
     "qwen3": Part(2, 110, "gpu.whole_models", "qwen3"),
-    # Here llama.cpp's part has its line, and 100 of the call's seconds: "llama": Part(2, 100, "gpu.llama"),
+    "llama": Part(2, 100, "gpu.llama"),
     "sanitizer": Part(2, 90, "gpu.checks", "sanitize"),
 }
 CALLS = sorted({part.call for part in PARTS.values()})

@@ -112,6 +112,7 @@ NOT_HERE = {
     "python tests/bench/gpu_check.py": _GPU,
     "python tests/bench/gpu_report.py": "writes a page of docs/; tests/endtoend/test_gpu_check.py makes one of its own",
     "python tests/bench/gpu_roofline.py": "writes docs/; tests/runtime/gpu/test_roofline.py counts the same",
+    "python tests/bench/llama_cuda.py": "compiles for half an hour; tests/endtoend/test_llama_cuda.py has its parts",
     "python tests/bench/family_table.py --docs": "writes docs/families.md, as tests/formats/test_expert_types.py",
     "make docs": "writes pages; tests/endtoend/test_documentation.py makes the same text",
     "python -m support.compiled_kernels": "compiles for a GPU; slow: tests/runtime/gpu/kernels/test_compiled.py",

@@ -106,35 +106,56 @@ class Given:
 
 
 def write_gguf(path: Path, model: Dimensions, given: Given) -> None:
-    """Writes a temporary file, one tensor in memory at a time, and renames it."""
+    """Writes a temporary file, and renames it. All cores copy random blocks into it, which is mapped."""
     temporary = path.with_suffix(".tmp")
     writer = gguf.GGUFWriter(temporary, model.arch)
     _add_facts(writer, model)
     plain = gguf.GGMLQuantizationType.F32
+    sizes = []
     for name, shape, is_quantized in model.tensors():
         stored = _stored_shape(shape) if is_quantized else shape
         dtype = np.dtype(np.uint8 if is_quantized else np.float32)
-        num_bytes = int(np.prod(stored)) * dtype.itemsize
-        writer.add_tensor_info(name, stored, dtype, num_bytes, _Q4_0 if is_quantized else plain)
+        sizes.append(int(np.prod(stored)) * dtype.itemsize)
+        writer.add_tensor_info(name, stored, dtype, sizes[-1], _Q4_0 if is_quantized else plain)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    writer.close()
+    place = _padded(temporary.stat().st_size)
+    os.truncate(temporary, place + sum(map(_padded, sizes)))
+    mapped = np.memmap(temporary, np.uint8, "r+")
     generator = np.random.default_rng(0)
     pools: dict[float, NDArray[np.uint8]] = {}
-    for name, shape, is_quantized in model.tensors():
-        values = given.values(name, shape)
-        if values is not None:
-            writer.write_tensor_data(gguf.quants.quantize(values, _Q4_0) if is_quantized else values)
-        elif is_quantized:
-            deviation = given.deviation(name)
-            if deviation not in pools:
-                pools[deviation] = _pool(deviation, generator)
-            writer.write_tensor_data(_blocks(_stored_shape(shape), pools[deviation], generator))
-        else:
-            values = generator.standard_normal(shape, np.float32) * np.float32(_STANDARD_DEVIATION)
-            writer.write_tensor_data(values + np.float32(name.endswith("norm.weight")))
-    writer.close()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        copies = []
+        for (name, shape, is_quantized), num_bytes in zip(model.tensors(), sizes, strict=True):
+            target = mapped[place : place + num_bytes]
+            values = given.values(name, shape)
+            if values is not None:
+                target[:] = _bytes(gguf.quants.quantize(values, _Q4_0) if is_quantized else values)
+            elif is_quantized:
+                deviation = given.deviation(name)
+                if deviation not in pools:
+                    pools[deviation] = _pool(deviation, generator)
+                pieces = _pieces(target, pools[deviation], generator)
+                copies += [threads.submit(np.copyto, *piece) for piece in pieces]
+            else:
+                values = generator.standard_normal(shape, np.float32) * np.float32(_STANDARD_DEVIATION)
+                target[:] = _bytes(values + np.float32(name.endswith("norm.weight")))
+            place += _padded(num_bytes)
+        for copy in copies:
+            copy.result()
+    mapped.flush()
     temporary.rename(path)
+
+
+def _padded(num_bytes: int) -> int:
+    """Returns the bytes that a header or a tensor takes in the file."""
+    return -(-num_bytes // gguf.GGUF_DEFAULT_ALIGNMENT) * gguf.GGUF_DEFAULT_ALIGNMENT
+
+
+def _bytes(values: NDArray[np.generic]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
 def _add_facts(writer: gguf.GGUFWriter, model: Dimensions) -> None:
@@ -182,16 +203,15 @@ def _pool(deviation: float, generator: np.random.Generator) -> NDArray[np.uint8]
     return blocks
 
 
-def _blocks(shape: tuple[int, ...], pool: NDArray[np.uint8], generator: np.random.Generator) -> NDArray[np.uint8]:
-    """A matrix of this shape in bytes: pieces of the pool from random places on."""
-    num_bytes = int(np.prod(shape))
-    flat = np.empty(num_bytes, np.uint8)
+def _pieces(
+    target: NDArray[np.uint8], pool: NDArray[np.uint8], generator: np.random.Generator
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Yields parts of a matrix in bytes, each with a piece of the pool from a random place on."""
     done = 0
-    while done < num_bytes:
-        piece = pool[int(generator.integers(len(pool))) :].reshape(-1)[: num_bytes - done]
-        flat[done : done + len(piece)] = piece
+    while done < len(target):
+        piece = pool[int(generator.integers(len(pool))) :].reshape(-1)[: len(target) - done]
+        yield target[done : done + len(piece)], piece
         done += len(piece)
-    return flat.reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)

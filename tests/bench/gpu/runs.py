@@ -44,6 +44,13 @@ SERIES = (
         ("prompt_tokens",),
         ("decode_per_s", "median_token_ms"),
     ),
+    Series(
+        "llama.cpp, which runs all neurons",
+        "LlamaSpeed",
+        ("model", "cpu_layers", "threads", "budget_bytes"),
+        ("test",),
+        ("per_s", "gpu_bytes"),
+    ),
     Series("A cap against everything on the GPU", "Ratio", ("pack", "misses", "policy", "tier"), ("gib",), ("ratio",)),
     Series("Whole tokens", "TokenProfile", ("wanted.misses",), ("pack",), ("token_us",)),
     Series("Kernels of a token", "KernelShare", ("kernel",), ("pack",), ("us",), 12),
