@@ -1,10 +1,9 @@
-"""Part `llama`: llama.cpp on the same GPU, and torch's own products as ceilings of ours.
+"""Part `llama`: llama.cpp on the same GPU, and torch's own product as a ceiling of ours.
 
 llama.cpp comes as the archive of `llama_cuda.py`, or the one that LLAMA_CUDA names. Models have the dimensions of
 Mixtral-8x7B and Qwen3-30B-A3B and random weights in Q4_0. All their neurons run: llama.cpp leaves none out. Each model
 runs with everything on the GPU, and in 11 GiB with the experts of the first layers on the CPU. A prompt is one pass.
-The ceilings are experts of many tokens in bfloat16, and a token's experts as one matrix of 4 bits. In a rehearsal
-models are tiny.
+The ceiling is a token's experts as one matrix of 4 bits. In a rehearsal models are tiny.
 """
 
 import json
