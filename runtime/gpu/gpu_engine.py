@@ -102,7 +102,7 @@ class GpuEngine:
             self.memory = opened.enter_context(closing(ExpertMemory(pack, placement, inputs.host, device)))
             exchange = cpu_share.Exchange.allocate(pack, placement, device.type == "cuda")
             share, prompt_share = _cpu_shares(inputs, placement, exchange, opened)
-            spare_bytes = expert_bytes - placement.num_bytes if placement.is_whole else 0
+            spare_bytes = max(0, expert_bytes - placement.num_bytes - _ROUNDING_BYTES) if placement.is_whole else 0
             self.weights = GpuWeights(
                 pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast,
                 spare_bytes,
@@ -127,6 +127,7 @@ class GpuEngine:
             self.decoder = decoder.GpuDecoder(self.weights, step, residency, *sizes_of_passes, *rest)
             opened.callback(self.decoder.close)
             self.expert_bytes, self.dynamic_bytes = self.memory.num_bytes, placement.dynamic_bytes
+            self.pass_bytes = self.weights.pass_bytes
             self._opened = opened.pop_all()
 
     def prepare(self) -> None:
@@ -197,6 +198,7 @@ def fit_to_gpu(
         first.prepare()
         run_everything(pack, first, chunk)
         overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
+        pass_bytes = first.pass_bytes
     _free_unused_memory()
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
     expert_bytes = budget - overhead_kept
@@ -211,7 +213,7 @@ def fit_to_gpu(
     built.prepare()
     built.tune()
     dense = pack.manifest.totals.dense
-    rest = overhead - dense - cache_bytes
+    rest = overhead - dense - cache_bytes + built.pass_bytes - pass_bytes
     return built, fit.GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.dynamic_bytes, rest)
 
 

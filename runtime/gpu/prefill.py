@@ -154,6 +154,7 @@ class ExpertStream:
 class GpuWeights(model.PackWeights, model.ExpertRunner):
     """The weights of an open pack on a device; memory of experts, host memory and queues stay the caller's.
 
+    `pass_bytes`: of the device's memory, that passes of many tokens take.
     Args:    chunk_tokens: of a forward pass, at most.   tier: the CPU's own engine, which runs experts that are not in
              GPU memory; None if `host` has them all.   share: the CPU's of missing experts; None if all are copied.
              is_fast: whether a value of many tokens is one float16 number, and not two; routers' products stay exact.
@@ -176,6 +177,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         self._num_halves = fit.FAST_HALVES if is_fast else fit.EXACT_HALVES
         d, num_pairs = pack.spec.hidden_size, chunk_tokens * pack.spec.router.num_experts_per_tok
         self._slicing = fit.Slicing.for_passes(pack.layout, chunk_tokens, self._num_halves, spare_bytes)
+        self.pass_bytes = self._slicing.num_bytes(pack.layout, chunk_tokens, self._num_halves)
         self._own = grouped.PassMemory.allocate(*self._slicing, d, num_pairs, self._num_halves, device)
         self.memory, self.stream = memory, ExpertStream(pack, memory, host, queues)
         self._queues, self._tier, self._share = queues, tier, share

@@ -37,7 +37,7 @@ class Work:
     def __init__(self, pack: Pack, driver: Driver, room: int) -> None:
         self.weights = PackWeights(pack, CPU)
         self.decoder = Decoder(self.weights, 64)
-        self.expert_bytes, self.dynamic_bytes = room, 0
+        self.expert_bytes, self.dynamic_bytes, self.pass_bytes = room, 0, 0
         self._driver = driver
         driver.charged += room + WORKING_BYTES
         driver.rooms.append(room)
