@@ -308,15 +308,14 @@ def multiply(x: Halves, rows: Halves, out: Tensor, bias: Tensor | None = None) -
 
 @triton.jit(do_not_specialize=["out_ptr", "bias_ptr", "num_tokens", "num_rows"])
 def _multiply_kernel(
-    x, rows, bias_ptr, out_ptr, num_tokens, num_rows, out_stride, D: tl.constexpr, HALVES: tl.constexpr,
-    TILE: tl.constexpr
+    x, rows, bias_ptr, out_ptr, num_tokens, num_rows, out_stride, num_cols, HALVES: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     r = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     t = tl.program_id(1) * TILE.tokens + tl.arange(0, TILE.tokens)
     live, is_token = r < num_rows, t < num_tokens
     # Rows and tokens past the last are those again: what is loaded of them is not stored.
     row, token = tl.minimum(r, num_rows - 1).to(tl.int64), tl.minimum(t, num_tokens - 1).to(tl.int64)
-    sums, _ = sum_products(rows.numbers, None, rows.stride, row, x.numbers, x.stride, token, D, HALVES, TILE)
+    sums, _ = sum_products(rows.numbers, None, rows.stride, row, x.numbers, x.stride, token, num_cols, HALVES, TILE)
     sums *= tl.load(rows.factors + row)[:, None] * tl.load(x.factors + token)[None, :]
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + r, mask=live, other=0.0)[:, None]
