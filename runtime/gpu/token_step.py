@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.runtime.gpu import cpu_share, devices, placements
-from moe_pack.runtime.gpu.kernels import elementwise, rotation
+from moe_pack.runtime.gpu.kernels import elementwise, grids, rotation
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select, select_programs, sums_at_once
 from moe_pack.runtime.gpu.kernels.pull import enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice
@@ -223,16 +223,18 @@ class TokenStep:
         if self.changes.numel():
             enter_rows(self.changes[turn], num_changes, self.weights.memory.record_at.view(-1))
         layers.start()
-        layer_idx = 0
-        for layer in range(spec.num_hidden_layers):
-            layers.run(layer, layers.x)
-            if layer in spec.moe_layers:
-                self.inputs.queues.join("next")
-                shared = layers.route(layer_idx, self._choices[layer_idx])
-                self._add_experts(turn, layer_idx, shared)
-                layer_idx += 1
-        self.inputs.queues.join("next")
-        layers.finish()
+        # Where all experts are resident, nothing forks, and no copy comes between.
+        with grids.chained(self.weights.memory.placement.is_whole):
+            layer_idx = 0
+            for layer in range(spec.num_hidden_layers):
+                layers.run(layer, layers.x)
+                if layer in spec.moe_layers:
+                    self.inputs.queues.join("next")
+                    shared = layers.route(layer_idx, self._choices[layer_idx])
+                    self._add_experts(turn, layer_idx, shared)
+                    layer_idx += 1
+            self.inputs.queues.join("next")
+            layers.finish()
         for there, here in self._copies:
             there[turn].copy_(here, non_blocking=True)
 

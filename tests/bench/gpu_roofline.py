@@ -21,7 +21,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # launches are counted in plain 
 
 import click
 from benchlib import ROOT, table
-from gpu.flights import COPY_SHARE, LATENCY_S, START_S
+from gpu.flights import COPY_SHARE, DEPENDENT_START_S, LATENCY_S, START_S
 from gpu.launches import CPU_CALL, TO_GPU, TO_HOST, WAIT, Mode, TokenLaunches, count, is_kernel
 from gpu.packs import MIXTRAL, QWEN3, SKEW
 from gpu.roofline import (
@@ -190,6 +190,9 @@ def _assumptions() -> Iterator[str]:
             f"a launch takes {1e6 * START_S:g} us to start, memory has a latency of {1e6 * LATENCY_S:g} us, and a "
             f"copy reaches {COPY_SHARE:.1%} of the memory's rate. These are fitted to ten launches of an H200, which "
             "they give within a fifth, and assumed for other GPUs.",
+            "- With everything resident, on an H100 and an H200, a layer's launches [start before the one before "
+            f"ends](../kernels.md#launches). Such a start is assumed to take {1e6 * DEPENDENT_START_S:.2f} us, less by "
+            "the time of a node of a graph.",
             f"- Pulled records reach {LINK_SHARE:.0%} of the link's rate. A call of the CPU costs {1e6 * CALL_S:g} us.",
             f"- Attention and the router of a layer take {1e6 * (ATTEND_S + ATTEND_TILE_S + ROUTE_S):.1f} us in "
             f"addition, and a token {1e6 * TOKEN_S:g} us: its start and end, and the choice of the next one. Both are "

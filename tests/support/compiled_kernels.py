@@ -58,6 +58,9 @@ class Compiled:
     instructions: dict[str, int]
     # Of the innermost loop with products of tensor cores, where asked for: all its instructions, and these products.
     step: dict[str, int]
+    # Loads of global memory, and stores and atomic operations, before the wait for earlier launches
+    # (`kernels.grids`); None without a wait.
+    before_wait: tuple[int, int] | None
     programs: int
 
 
@@ -86,7 +89,8 @@ def _run(capabilities: tuple[int, ...], only: str, options: list[str]) -> list[C
         [*command, *map(str, capabilities)], capture_output=True, text=True, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+    lines = map(json.loads, done.stdout.splitlines())
+    return [Compiled(**{**line, "before_wait": line["before_wait"] and tuple(line["before_wait"])}) for line in lines]
 
 
 def _listed(numbers: tuple[Name, ...]) -> str:
@@ -206,7 +210,8 @@ def _described(call: str, kernel: str, capability: int, built: Any, with_instruc
     return Compiled(
         call, kernel, capability, built.metadata.num_warps, usages["REG"], usages["STACK"], usages["LOCAL"],
         usages["SHARED"], built.metadata.shared, flushes, loads_by_function(built.asm["ptx"]),
-        dict(Counter(name for _, name, _ in instructions_of(sass))), product_step(sass), programs,
+        dict(Counter(name for _, name, _ in instructions_of(sass))), product_step(sass),
+        before_wait(built.asm["ptx"]), programs,
     )  # fmt: skip
 
 
@@ -237,6 +242,7 @@ def product_step(sass: str) -> dict[str, int]:
 
 _LINE = re.compile(r"\.loc\s+\d+ \d+ \d+\s+// (\w+)\.py:(\d+)")
 _LOAD = re.compile(r"ld\.global(?:[.:]+\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s")
+_STORE = re.compile(r"\b(?:st|atom|red)\.global")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+|\d+)")
 
 
@@ -251,6 +257,14 @@ def loads_by_function(ptx: str) -> dict[str, int]:
         elif copy := _COPY.search(line):
             found[f"{function} {int(copy[1], 0)}"] += 1
     return dict(found)
+
+
+def before_wait(ptx: str) -> tuple[int, int] | None:
+    """Loads of global memory, and stores and atomic operations, before the first wait for earlier launches."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    if not wait:
+        return None
+    return len(_LOAD.findall(before)) + len(_COPY.findall(before)), len(_STORE.findall(before))
 
 
 def _function_at(module: str, line: int) -> str:

@@ -8,8 +8,11 @@ time, and each is many threads. So these are errors, which raise `RaceError`:
 - It stores other values to the same place, without a barrier in between, or in one store.
 - A program loads what another one stores, or both store different values, unless an atomic operation orders them: the
   one stores, has a barrier, and releases; the other acquires at the same address, and then loads.
+- In a launch that may start before the end of the one before it (`kernels.grids`), a program stores before it
+  waits for earlier launches, or does not wait. What it loads before that is noted (`Launch.early`).
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +48,9 @@ class Launch:
 
     name: str
     tensors: list[Tensor]
+    is_dependent: bool  # it may start before the end of the one before it
+    early: list[Chunk] = field(default_factory=list)  # loads before a wait for earlier launches
+    waited: set[int] = field(default_factory=set)  # programs that have waited for earlier launches
     loads: list[Chunk] = field(default_factory=list)
     stores: list[Chunk] = field(default_factory=list)
     num_programs: int = 0
@@ -62,23 +68,27 @@ class Launch:
         self._begin(program)
         chunk = Chunk(len(self.loads), addresses, size, program, None, self._acquired)
         self.loads.append(chunk)
+        if self.is_dependent and program not in self.waited:
+            self.early.append(chunk)
         for stored in self._recent:
             if _overlap(chunk, stored) is not None:
-                self._found("loads what it has stored, without a barrier in between", chunk)
+                self._found_at("loads what it has stored, without a barrier in between", chunk)
 
     def store(self, program: int, pointers: Array, values: Array, mask: Array, size: int) -> None:
         addresses = _of(pointers, mask)
         if not len(addresses):
             return
         self._begin(program)
+        if self.is_dependent and program not in self.waited:
+            self._found(f"stores before it waits for earlier launches, at {self.place(int(addresses[0]))}", program)
         bits = np.ascontiguousarray(_of(np.broadcast_to(values, pointers.shape), mask)).view(f"u{values.itemsize}")
         chunk = Chunk(len(self.stores), addresses, size, program, bits, self._acquired)
         if _differs_from_itself(chunk):
-            self._found("stores different values to one place", chunk)
+            self._found_at("stores different values to one place", chunk)
         for stored in self._recent:
             both = _overlap(chunk, stored)
             if both is not None and not _same_values(chunk, stored):
-                self._found("stores other values than before, without a barrier in between", chunk)
+                self._found_at("stores other values than before, without a barrier in between", chunk)
         self.stores.append(chunk)
         self._recent.append(chunk)
 
@@ -90,6 +100,8 @@ class Launch:
     def atomic(self, program: int, pointers: Array, mask: Array, size: int, acquires: bool, releases: bool) -> None:
         addresses = _of(pointers, mask)
         self._begin(program)
+        if self.is_dependent and program not in self.waited:
+            self._found("has an atomic operation before it waits for earlier launches", program)
         for address in addresses.tolist():
             before = self._released.setdefault(address, {})
             if acquires:
@@ -97,8 +109,10 @@ class Launch:
             if releases:
                 before |= {**(self._acquired or {}), program: self._num_ordered}
 
-    def check(self) -> None:
-        """Raises RaceError if threads of one program, or two programs, race."""
+    def check(self, num_programs: int) -> None:
+        """Raises RaceError if threads of one program, or two programs, race, or one of all programs does not wait."""
+        if self.is_dependent and len(self.waited) < num_programs:
+            self._found("does not wait for earlier launches", min(set(range(num_programs)) - self.waited))
         if self.race is None and self.num_programs > 1:
             self._check_programs()
         if self.race is not None:
@@ -117,9 +131,12 @@ class Launch:
             self._recent.clear()
             self.num_programs += 1
 
-    def _found(self, race: str, chunk: Chunk) -> None:
+    def _found_at(self, race: str, chunk: Chunk) -> None:
+        self._found(f"{race}, at {self.place(int(chunk.addresses[0]))}", chunk.program)
+
+    def _found(self, race: str, program: int) -> None:
         if self.race is None:
-            self.race = f"program {chunk.program} {race}, at {self.place(int(chunk.addresses[0]))}"
+            self.race = f"program {program} {race}"
 
     def place(self, address: int) -> str:
         """Returns the tensor that an address lies in, in words."""
@@ -271,10 +288,12 @@ def _install() -> None:
     from triton._C.libtriton import ir
     from triton.runtime import interpreter
 
+    from moe_pack.runtime.gpu.kernels import grids
+
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, barrier = builder.create_masked_load, builder.create_masked_store, builder.create_barrier
     rmw, cas, run = builder.create_atomic_rmw, builder.create_atomic_cas, executor.__call__
-    size_of = interpreter._get_np_dtype
+    size_of, call = interpreter._get_np_dtype, interpreter.InterpretedFunction.__call__
     acquiring = (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
     releasing = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
@@ -318,13 +337,20 @@ def _install() -> None:
         if launched is None:
             run(self, *args, **options)
             return
-        launch = _launch = Launch(self.fn.__name__, list(_tensors([*args, *options.values()])))
+        tensors, is_dependent = list(_tensors([*args, *options.values()])), bool(options.get("launch_pdl"))
+        launch = _launch = Launch(self.fn.__name__, tensors, is_dependent)
         try:
             run(self, *args, **options)
         finally:
             _launch = None
-        launch.check()
+        launch.check(math.prod(interpreter.interpreter_builder.grid_dim))
         launched(launch)
+
+    def see_call(self: Any, *args: Any, **options: Any) -> Any:
+        if _launch is not None and self.fn is grids.wait_for_earlier.fn:
+            _launch.waited.add(program(interpreter.interpreter_builder))
+        return call(self, *args, **options)
 
     builder.create_masked_load, builder.create_masked_store, builder.create_barrier = see_load, see_store, see_barrier
     builder.create_atomic_rmw, builder.create_atomic_cas, executor.__call__ = see_rmw, see_cas, see_run
+    interpreter.InterpretedFunction.__call__ = see_call

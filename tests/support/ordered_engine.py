@@ -92,7 +92,9 @@ class Watch:
             found = launch.by_region(chunks, begins)
             return [(regions[begins[number]], _units(regions[begins[number]], some)) for number, some in found.items()]
 
-        self.order.launch(launch.name, accesses(launch.loads), accesses(launch.stores))
+        early = accesses(launch.early) if launch.is_dependent else None
+        self.order.launch(launch.name, accesses(launch.loads), accesses(launch.stores), early)
+        self.order.current.ends_with_kernel = True
 
     def call(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Records other work on the current stream, by the tensors that it reads and writes."""

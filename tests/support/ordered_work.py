@@ -5,6 +5,9 @@ that the host waited for before the launch, and what the stream waits for. A clo
 work come before a moment. `Order` keeps for all memory who last read and wrote it on each stream. Two accesses to the
 same memory, one of which is a write, need an order; without one, `OrderError` names both.
 
+A kernel may start before the end of the one before it (`kernels.grids`): directly after another kernel of its
+graph's stream, if it loads nothing before its wait that its graph has written.
+
 `Stream` and `Event` stand for those of `torch.cuda`, so that `devices.Queues` runs as on a GPU.
 """
 
@@ -66,13 +69,16 @@ class Stream:
         self.order, self.name, self.number = order, name, len(order.streams)
         self.clock: Clock = {}
         self.works: list[str] = []
+        self.ends_with_kernel = False  # and nothing was forked from it or joined since
         order.streams.append(self)
 
     def wait_stream(self, other: "Stream") -> None:
+        self.ends_with_kernel = other.ends_with_kernel = False
         _merge(self.clock, other.clock)
 
     def wait_event(self, event: "Event") -> None:
         event.check_graph()
+        self.ends_with_kernel = False
         _merge(self.clock, event.clock)
 
 
@@ -118,6 +124,7 @@ class Order:
         assert self.host.number == _HOST
         self.current = self.main
         self.graph: int | None = None
+        self._before_graph: list[int] = []  # by stream, how much work there was
         self.is_late = False
 
     @contextmanager
@@ -129,12 +136,20 @@ class Order:
         finally:
             self.current = before
 
-    def launch(self, name: str, reads: Sequence[Access], writes: Sequence[Access]) -> None:
-        """Records work on the current stream; raises OrderError if its accesses have no order with earlier ones."""
+    def launch(
+        self, name: str, reads: Sequence[Access], writes: Sequence[Access], early: Sequence[Access] | None = None
+    ) -> None:
+        """Records work on the current stream; raises OrderError if its accesses have no order with earlier ones.
+
+        Args:    early: what a kernel that may start early reads before it waits; None for all other work.
+        """
         stream, work = self.current, f"{name} ({_site()})"
         _merge(stream.clock, self.host.clock)
         if self.graph is not None and stream.clock.get(self.main.number, 0) < self.graph:
             raise OrderError(f"{work} on the stream {stream.name}: it is not forked from the graph's stream")
+        if early is not None:
+            self._check_early(work, stream, early)
+        stream.ends_with_kernel = False
         stream.works.append(work)
         number = stream.clock[stream.number] = len(stream.works)
         self._check(work, stream, reads, writes)
@@ -169,7 +184,7 @@ class Order:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Launches what a graph may repeat: all that is forked in it has to be joined in it."""
-        before = [len(stream.works) for stream in self.streams]
+        before = self._before_graph = [len(stream.works) for stream in self.streams]
         self.launch("the token's beginning", (), ())
         self.graph = len(self.main.works)
         try:
@@ -179,6 +194,14 @@ class Order:
         for stream, num_before in zip(self.streams, before, strict=True):
             if max(num_before, self.main.clock.get(stream.number, 0)) < len(stream.works):
                 raise OrderError(f"{stream.works[-1]} on the stream {stream.name} is not joined in its graph")
+
+    def _check_early(self, work: str, stream: Stream, early: Sequence[Access]) -> None:
+        if self.graph is None or stream is not self.main or not stream.ends_with_kernel:
+            raise OrderError(f"{work} on the stream {stream.name} starts early, and not directly after a kernel")
+        for region, units in early:
+            for number, last in region.writes.items():
+                if (last[units] > self._before_graph[number]).any():
+                    raise OrderError(f"{work} reads {region.name} before it waits, and its graph writes it")
 
     def _check(self, work: str, stream: Stream, reads: Sequence[Access], writes: Sequence[Access]) -> None:
         for region, units in reads:

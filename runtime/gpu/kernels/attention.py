@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
-from moe_pack.runtime.gpu.kernels.grids import Registers, wave
+from moe_pack.runtime.gpu.kernels.grids import Registers, launch_options, wait_for_earlier, wave
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.gpu.kernels.rotation import hadamard_stage
@@ -227,7 +227,7 @@ def attend(
         if coding.BITS:
             _enter_rows_kernel[(num_heads + 2 * num_kv_heads,)](
                 new, position, q, _Cache(keys, values, num_places), num_heads, num_kv_heads, form, coding,
-                num_warps=1, enable_fp_fusion=True,
+                num_warps=1, enable_fp_fusion=True, **launch_options(),
             )  # fmt: skip
             new = form = None
     group, splits = num_heads // num_kv_heads, workspace.sums.shape[1]
@@ -240,11 +240,13 @@ def attend(
     )  # fmt: skip
     _attend_kernel[(num_kv_heads * shape.tiles, splits)](
         q, _Cache(keys, values, num_places), position, sinks, workspace, out, new, scale, shape,
-        num_warps=_num_warps(width), num_stages=2, enable_fp_fusion=True,
+        num_warps=_num_warps(width), num_stages=2, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
     if splits > 1 or coding.BITS:
         shape = shape._replace(form=None)  # this kernel is the same for all of them
-        _combine_kernel[(num_heads,)](position, sinks, workspace, out, shape, num_warps=4, enable_fp_fusion=True)
+        _combine_kernel[(num_heads,)](
+            position, sinks, workspace, out, shape, num_warps=4, enable_fp_fusion=True, **launch_options()
+        )
 
 
 @triton.jit
@@ -269,6 +271,7 @@ def _attend_kernel(q_ptr, cache, position_ptr, sinks_ptr, workspace, out_ptr, ne
     in_group = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = in_group < SHAPE.group
     heads = kv_head * SHAPE.group + in_group
+    wait_for_earlier()
     start, stop, share = _seen(position_ptr, SHAPE)
     begin = start + split * share
     if begin >= stop:
@@ -355,6 +358,7 @@ def _combine_kernel(position_ptr, sinks_ptr, workspace, out_ptr, SHAPE: tl.const
     HEADS: tl.constexpr = SHAPE.num_heads
     WIDTH: tl.constexpr = SHAPE.value_width
     head = tl.program_id(0)
+    wait_for_earlier()
     start, stop, share = _seen(position_ptr, SHAPE)
     used = tl.cdiv(stop - start, share)  # the other splits wrote nothing
     # The largest score of all splits and of the sink, and the sum of all powers.
@@ -432,6 +436,7 @@ def _enter_rows_kernel(
     # A program takes a head: of the queries, then of the keys, then of the values.
     WIDTH: tl.constexpr = FORM.width
     number = tl.program_id(0)
+    wait_for_earlier()
     position = tl.load(position_ptr).to(tl.int64)
     angles = (new.angles[0] + position * FORM.half, new.angles[1] + position * FORM.half)
     c = tl.arange(0, _block_v(WIDTH))
@@ -616,6 +621,7 @@ def enter_latent(
     _enter_latent_kernel[(spec.num_heads + 1,)](
         q, kv, Norm(norm, None, spec.lora_norm_eps), tuple(angles), position, kv_b.raw, moved, keys,
         lookup_for(q.device, kv_b.part), _latent_shape(spec, kv_b, interleaved), num_warps=4, enable_fp_fusion=True,
+        **launch_options(),
     )  # fmt: skip
 
 
@@ -623,7 +629,7 @@ def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: StoredRows, out: Tensor)
     """Writes each head's values float32 [num_heads * v]: W_v times its mix of latents, float32 [num_heads, rank]."""
     _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS.value))](
         mixed, kv_b.raw, out, lookup_for(mixed.device, kv_b.part), _latent_shape(spec, kv_b),
-        num_warps=4, enable_fp_fusion=True,
+        num_warps=4, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
@@ -636,6 +642,7 @@ def _enter_latent_kernel(
     ROPE: tl.constexpr = SHAPE.rope
     HALF: tl.constexpr = ROPE // 2
     head = tl.program_id(0)
+    wait_for_earlier()
     position = tl.load(position_ptr).to(tl.int64)
     cos_ptr, sin_ptr = angles[0] + position * HALF, angles[1] + position * HALF
     c = tl.arange(0, triton.next_power_of_2(ROPE))
@@ -684,7 +691,8 @@ def _leave_latent_kernel(mixed_ptr, kv_b_ptr, out_ptr, lookup_ptr, SHAPE: tl.con
     row = tl.program_id(1) * _ROWS + tl.arange(0, _ROWS)
     live = row < SHAPE.v
     units = (head * (SHAPE.nope + SHAPE.v) + SHAPE.nope + row).to(tl.int64) * SHAPE.units
-    x = load_x_part(mixed_ptr + head * SHAPE.rank, PART)
     codes = load_part(kv_b_ptr, units, live, PART)
+    wait_for_earlier()
+    x = load_x_part(mixed_ptr + head * SHAPE.rank, PART)
     y = dot_part(kv_b_ptr, units, live, codes, x, lookup_ptr, PART)
     tl.store(out_ptr + head * SHAPE.v + row, y, mask=live)

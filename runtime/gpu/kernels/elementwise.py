@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import NeuronFunction
+from moe_pack.runtime.gpu.kernels.grids import launch_options, wait_for_earlier
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
 
 SILU, RELU, CLAMPED_SWIGLU = (tl.constexpr(number) for number in range(3))
@@ -53,12 +54,13 @@ class Norm(NamedTuple):
 def norm(x: Tensor, by: Norm, out: Tensor) -> None:
     """Writes `x`, normalized, to `out`, which may be `x`: float32 [d] or [T, d], contiguous."""
     d = x.shape[-1]
-    _norm_kernel[(x.numel() // d,)](x, by, out, d, num_warps=NORM_WARPS, enable_fp_fusion=True)
+    _norm_kernel[(x.numel() // d,)](x, by, out, d, num_warps=NORM_WARPS, enable_fp_fusion=True, **launch_options())
 
 
 @triton.jit
 def _norm_kernel(x_ptr, norm, out_ptr, D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * D
+    wait_for_earlier()
     normalize(x_ptr + row, norm, out_ptr + row, D)
 
 
@@ -141,7 +143,7 @@ def reduce(
     summands = _Summands(partials, pulled, weights, host, shared, residual)
     num_pulled = 0 if pulled is None else pulled.shape[1]
     _reduce[(triton.cdiv(d, _COLUMNS.value),)](
-        summands, out, scale, d, k, num_partials, num_pulled, num_warps=4, enable_fp_fusion=True
+        summands, out, scale, d, k, num_partials, num_pulled, num_warps=4, enable_fp_fusion=True, **launch_options()
     )
 
 
@@ -151,6 +153,7 @@ def _reduce(
 ):
     column = tl.program_id(0) * _COLUMNS + tl.arange(0, _COLUMNS)
     is_column = column < D
+    wait_for_earlier()
     # The CPU's share is loaded first, because it comes over the link.
     if given.host is not None:
         from_host = tl.load(given.host + column, mask=is_column, other=0.0)

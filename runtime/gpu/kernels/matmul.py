@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_pack.formats import NeuronFunction
 from moe_pack.runtime.gpu.kernels import halves
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, Norm, act, factor
-from moe_pack.runtime.gpu.kernels.grids import Registers, wave
+from moe_pack.runtime.gpu.kernels.grids import Registers, launch_options, wait_for_earlier, wave
 from moe_pack.runtime.gpu.kernels.products import (
     add_part,
     dot_loaded,
@@ -145,6 +145,7 @@ def _launch_gemv(
     _gemv[(programs,)](
         x, norm, targets, n, n_1, n_2, _Ending(residual, scale), lookup_for(x.device, part),
         products[0].matrix.row_units, _Gemv(part, blocks, len(nums)), num_warps=tile.num_warps, enable_fp_fusion=True,
+        **launch_options(),
     )  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def gated(
     how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks)
     _gated[(triton.cdiv(f, blocks.rows * blocks.number),)](
         x, norm, None if gate is None else gate.in_memory, up.in_memory, weight, out, lookup, f, how,
-        num_warps=tile.num_warps, enable_fp_fusion=True,
+        num_warps=tile.num_warps, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
@@ -269,6 +270,7 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
     live = row < n
     if loads_ahead(PART):
         codes, scales = load_rows(rows_ptr, row.to(tl.int64) * row_units, live, PART)
+    wait_for_earlier()
     x, x_factor = _load_input(x_ptr, norm, PART, BLOCKS.has_norm)
     for block in range(BLOCKS.number):
         # Loads the next block's codes before this one's are multiplied.
@@ -306,6 +308,7 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
         up_codes = load_part(up_rows.bytes, row.to(tl.int64) * up_rows.units, live, UP)
         if GATE is not None:
             gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
+    wait_for_earlier()
     HAS_NORM: tl.constexpr = HOW.blocks.has_norm
     x, x_factor = _load_input(x_ptr, norm, UP, HAS_NORM)
     gate_x = x

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, act, factor
-from moe_pack.runtime.gpu.kernels.grids import Registers, resident_warps, wave
+from moe_pack.runtime.gpu.kernels.grids import Registers, launch_options, resident_warps, wait_for_earlier, wave
 from moe_pack.runtime.gpu.kernels.products import (
     add_loaded,
     dot_loaded,
@@ -93,7 +93,7 @@ def select(
         x, experts, tables.pointers._replace(selector_at=tables.record_at if at is None else at), running,
         lookup_for(x.device, *(part for pair in parts for part in pair)), selector_units is not None,
         tables.record_at.shape[1], running.block, different, which,
-        num_warps=num_warps, maxnreg=_most_registers(parts), enable_fp_fusion=True,
+        num_warps=num_warps, maxnreg=_most_registers(parts), enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
@@ -183,6 +183,7 @@ def _select_kernel(
 ):
     # A program takes a block of the neurons of one of the token's experts.
     place, block = tl.program_id(0), tl.program_id(1)
+    wait_for_earlier()
     expert = tl.load(experts_ptr + place)
     selector_at_ptr = tables.selector_at + (place if BY_PLACE else expert) * F
     if len(KINDS) == 1:
@@ -319,7 +320,7 @@ def compact(
     slots = landing.slots if num_slots else running.totals  # the address of an empty tensor is 0; no slot is read
     _compact_kernel[k, num_blocks](
         experts, pointers, running, share, slots, num_slots, landing.scratch_at, landing.num_scratch,
-        landing.slot_units, whole_records, *left, split, num_warps=1, enable_fp_fusion=True,
+        landing.slot_units, whole_records, *left, split, num_warps=1, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
@@ -384,6 +385,7 @@ def _compact_kernel(
     # A program lists a block's neurons; it needs the counts of all blocks of its expert to know where.
     F: tl.constexpr = SPLIT.f
     place, block = tl.program_id(0), tl.program_id(1)
+    wait_for_earlier()
     expert = tl.load(experts_ptr + place)
     blocks = tl.arange(0, triton.next_power_of_2(SPLIT.num_blocks))
     is_block = blocks < SPLIT.num_blocks
@@ -507,7 +509,8 @@ def neurons(
     _neurons_kernel[k, num_partials](
         x, experts, tables.pointers, running, partials,
         lookup_for(x.device, *(each for trio in parts for each in trio)),
-        int(part == "pulled"), tables.record_at.shape[1], kinds, num_warps=num_warps, enable_fp_fusion=True,
+        int(part == "pulled"), tables.record_at.shape[1], kinds,
+        num_warps=num_warps, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
@@ -517,6 +520,7 @@ def _neurons_kernel(
 ):
     # A program takes an equal share of the list: of its first range, or of the second if the pulled ones are summed.
     place, program = tl.program_id(0), tl.program_id(1)
+    wait_for_earlier()
     expert = tl.load(experts_ptr + place)
     first = tl.load(running.totals + place * 4) * is_pulled
     count = tl.load(running.totals + place * 4 + is_pulled)

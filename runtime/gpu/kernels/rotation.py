@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_pack.runtime.gpu.kernels.grids import launch_options, wait_for_earlier
 from moe_pack.runtime.model import Operations
 from moe_pack.runtime.model.compute.rotation import Rotation, hartley, odd_factor
 
@@ -93,7 +94,7 @@ def _launch(
     num_warps = min(max(size // (32 * _VALUES_PER_THREAD), 1), _MOST_WARPS)
     _rotate_kernel[(x.numel() // d, m)](
         x, vector, matrix, residual, shared, out, scale, m, size, is_scaled_first,
-        num_warps=num_warps, enable_fp_fusion=True,
+        num_warps=num_warps, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
@@ -125,6 +126,7 @@ def _rotate_kernel(
 ):
     token, row = tl.program_id(0).to(tl.int64) * (M * SIZE), tl.program_id(1)
     c = tl.arange(0, SIZE)
+    wait_for_earlier()
     # Adds up the rows of the token's matrix with the Hartley matrix's factors.
     y = tl.zeros([SIZE], tl.float32)
     for j in range(M):

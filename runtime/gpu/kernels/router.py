@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_pack.formats import RouterSpec
 from moe_pack.runtime.gpu.kernels.elementwise import NORM_WARPS, Norm, normalize
-from moe_pack.runtime.gpu.kernels.grids import INTERPRETED
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED, launch_options, wait_for_earlier
 from moe_pack.runtime.gpu.kernels.matmul import RowBytes, StoredRows
 from moe_pack.runtime.gpu.kernels.products import dot_part, load_normed_part, load_part
 from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for
@@ -127,7 +127,7 @@ def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: Chan
     programs = triton.cdiv(spec.num_experts, _BLOCK_ROWS) + (1 if shared is None else 2)
     _route_kernel[(programs,)](
         x, router.norm, matrices, experts, out, changed, lookup_for(x.device, logits.part, logits.shared), logits,
-        choice, num_warps=NORM_WARPS, enable_fp_fusion=True,
+        choice, num_warps=NORM_WARPS, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
@@ -142,6 +142,7 @@ def _route_kernel(
     program = tl.program_id(0)
     # One program writes the experts' input, most compute logits, and the last the shared expert's weight.
     if program == NUM_BLOCKS:
+        wait_for_earlier()
         normalize(x_ptr, norm, out.normed, PART.num_cols)
     elif program < NUM_BLOCKS:
         expert = program * LOGITS.rows + tl.arange(0, LOGITS.rows)
@@ -165,8 +166,9 @@ def _route_kernel(
 
 @triton.jit
 def _products(x_ptr, norm, rows_ptr, units, live, lookup_ptr, PART: tl.constexpr):
-    """Returns the products of some rows with the normed hidden state: float32 [R]."""
+    """Returns the products of some rows with the normed hidden state, float32 [R]; waits for it after their loads."""
     codes = load_part(rows_ptr, units, live, PART)
+    wait_for_earlier()
     x, factor = load_normed_part(x_ptr, norm, PART)
     return factor * dot_part(rows_ptr, units, live, codes, x, lookup_ptr, PART)
 

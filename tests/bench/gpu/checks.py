@@ -259,7 +259,8 @@ def _sanitize(results: Results, clock: Clock, tool: str) -> None:
         prefix += ["--log-file", str(log), "--error-exitcode", "9"]
     start = time.perf_counter()
     running, num_cases, code = Event(), 0, 0
-    for event in _events(prefix, clock, "tiny" if clock.is_rehearsal else "wide", 0, _TOOL_SECONDS):
+    size, limit_s = ("tiny", None) if clock.is_rehearsal else ("wide", _TOOL_SECONDS)
+    for event in _events(prefix, clock, size, 0, limit_s):
         if "exit" in event:
             code = event["exit"]
         elif "case" in event:

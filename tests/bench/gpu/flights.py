@@ -20,6 +20,10 @@ from moe_pack.runtime.gpu.kernels.grids import Gpu, Registers
 Grids = Literal["waves", "256 programs"]
 
 START_S, LATENCY_S = 2.4e-6, 0.6e-6
+# Of a launch that may start before the end of the one before it (`kernels.grids`). Assumed, not measured: the gap
+# between two kernels of a graph goes, which takes 0.93 us (H200, docs/benchmarks/gpu.md).
+DEPENDENT_START_S = START_S - 0.93e-6
+DEPENDENT_CAPABILITY = 90
 COPY_SHARE = 0.875  # of a data sheet's rate: 4.2 of 4.8 TB/s (docs/benchmarks/gpu.md)
 INSTRUCTIONS = 3.3  # of a thread for a weight: 3.1 in `select` of 2 bits, 3.6 in `gemv` of 4 bits (as ncu counts them)
 CLOCK = {"RTX 3090": 1.70e9, "RTX 4090": 2.52e9, "H100": 1.755e9, "H200": 1.755e9}

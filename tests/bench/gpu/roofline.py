@@ -17,7 +17,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.flights import COPY_SHARE, SMS, START_S, Grids, ReadRates, read_rates
+from gpu.flights import (
+    COPY_SHARE,
+    DEPENDENT_CAPABILITY,
+    DEPENDENT_START_S,
+    SMS,
+    START_S,
+    Grids,
+    ReadRates,
+    read_rates,
+)
 from gpu.launches import CPU_CALL, Mode, TokenLaunches
 from gpu.packs import SKEW, PackRequest
 from moe_pack.convert import skewed_popularity
@@ -59,6 +68,7 @@ class Rates:
     cpu: float
     read: ReadRates  # of rows, by kernel
     launch_s: float = START_S
+    layer_launch_s: float = START_S  # of a layer's launches that are not on forks
     call_s: float = CALL_S
     token_s: float = TOKEN_S
     latency_s: float = ATTEND_S + ATTEND_TILE_S + ROUTE_S  # of a layer's attention and router
@@ -69,9 +79,11 @@ class Rates:
         return self.link / (self.link + self.cpu)
 
 
-def rates_of(gpu: str, cpu_rate: float, layout: PackLayout, grids: Grids = "waves") -> Rates:
+def rates_of(gpu: str, cpu_rate: float, layout: PackLayout, mode: Mode, grids: Grids = "waves") -> Rates:
     memory, link = COPY_SHARE * GPUS[gpu].memory_rate, LINK_SHARE * GPUS[gpu].link_rate
-    return Rates(memory, link, cpu_rate, read_rates(layout, gpu, grids))
+    is_chained = mode == "resident" and grids == "waves" and SMS[gpu][0] >= DEPENDENT_CAPABILITY
+    layer_launch_s = DEPENDENT_START_S if is_chained else START_S
+    return Rates(memory, link, cpu_rate, read_rates(layout, gpu, grids), layer_launch_s=layer_launch_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ def forks(moved: LayerBytes, launches: Launches, rates: Rates, is_pull: bool, is
              have forks because rows may be missing, if they are not pulled.
     """
     partials = moved.partials / rates.memory  # written, or read
-    fixed = launches.layer * rates.launch_s + rates.latency_s + moved.attention / rates.memory + partials
+    fixed = launches.layer * rates.layer_launch_s + rates.latency_s + moved.attention / rates.memory + partials
     serial = fixed + moved.dense / rates.read.dense + moved.select / rates.read.select
     here, none = moved.here / rates.read.records + partials, np.zeros_like(moved.here)
     over_link = (moved.pulled + moved.selectors) / rates.link
@@ -265,12 +277,11 @@ class Setup:
 
 def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) -> Prediction:
     """Predicts a token's time from its model's launches by mode; raises RunError if the budget is too small."""
-    rates = rates_of(setup.gpu, CPU_RATES[setup.cpu], subject.layout)
-    share = rates.pulled_share if setup.misses == "auto" else 0.0
-    placement = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses)
-    moved = moved_bytes(subject, placement, subject.runs(), share, NUM_SMS[setup.gpu])
-    is_pull = setup.misses == "pull"
+    placement, is_pull = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses), setup.misses == "pull"
     mode: Mode = "resident" if placement.is_whole else "pull" if is_pull else "split"
+    rates = rates_of(setup.gpu, CPU_RATES[setup.cpu], subject.layout, mode)
+    share = rates.pulled_share if setup.misses == "auto" else 0.0
+    moved = moved_bytes(subject, placement, subject.runs(), share, NUM_SMS[setup.gpu])
     launches = Launches.of(counted[mode])
     f = subject.layout.spec.expert.intermediate_size
     is_split = ~((placement.first_dynamic == f) & placement.has_selector).all(axis=1)
@@ -306,7 +317,8 @@ class KernelTime:
 
 def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches, grids: Grids = "waves") -> list[KernelTime]:
     """Returns a token's parts with all experts resident; their sum is the token's time."""
-    rates, launches = rates_of(gpu, CPU_RATES["DDR5"], subject.layout, grids), Launches.of(counted)
+    rates = rates_of(gpu, CPU_RATES["DDR5"], subject.layout, counted.mode, grids)
+    launches = Launches.of(counted)
     moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs(), 0.0, NUM_SMS[gpu])
     partials = moved.partials * (1 if grids == "waves" else 2 / 3)
     num_layers = len(subject.layout.experts)
@@ -315,6 +327,7 @@ def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches, grids: Grid
         return KernelTime(name, num_bytes, num_bytes / rate)
 
     num_launches = num_layers * launches.layer + launches.others
+    starts_s = num_layers * launches.layer * rates.layer_launch_s + launches.others * rates.launch_s
     logits_bytes = 4.0 * subject.layout.spec.vocab_size
     return [
         moves("dense matrices of layers", num_layers * moved.dense, rates.read.dense),
@@ -326,6 +339,6 @@ def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches, grids: Grid
         moves("reduce", num_layers * partials, rates.memory),
         moves("head", float(subject.head_bytes), rates.read.head),
         KernelTime("logits to the host, over the link", logits_bytes, logits_bytes / rates.link),
-        KernelTime(f"starts of {num_launches:,} launches and copies", None, num_launches * rates.launch_s),
+        KernelTime(f"starts of {num_launches:,} launches and copies", None, starts_s),
         KernelTime("start and end of a token, choice of the next", None, rates.token_s),
     ]

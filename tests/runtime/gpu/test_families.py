@@ -31,8 +31,9 @@ def check(name: str, changes: dict[str, object], folder: Path, run: GpuRun) -> N
 
 # Latent attention, a dense layer and experts in groups. What else families differ in, `test_gpu_runs` has (phimoe:
 # biases, layer norms, another router), or single kernels.
-def test_the_family_that_differs_most_runs_as_in_plain_torch(tmp_path: Path) -> None:
-    check("deepseek_v2: groups, query latent, yarn", {"num_hidden_layers": 2}, tmp_path, GpuRun(0.3))
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_the_family_that_differs_most_runs_as_in_plain_torch(share: float, tmp_path: Path) -> None:
+    check("deepseek_v2: groups, query latent, yarn", {"num_hidden_layers": 2}, tmp_path, GpuRun(share))
 
 
 def is_run_by_gpus(tiny: Tiny, folder: Path) -> bool:

@@ -68,6 +68,11 @@ def predicted(folder: Path) -> None:
     run_tokens(folder, GpuRun(0.6, dynamic_share=0.3, prediction=PredictionPlan({1: "router"}, 2, None)), 1)
 
 
+def resident(folder: Path) -> None:
+    """A token with all experts on the GPU, whose kernels may start before the end of the one before."""
+    run_tokens(folder, GpuRun(1.0), 1)
+
+
 def moving(folder: Path) -> None:
     """Tokens whose missing records are copied to slots meanwhile, until some have to leave."""
     run_tokens(folder, MOVING, len(IDS))
@@ -95,10 +100,10 @@ MUTANTS = (
            "_reduce .* current stream reads .* the CPU's share .* cpu writes"),
     Mutant("the link is not joined", TokenStep, "_add_experts", 'join("cpu", "link")', 'join("cpu")', split,
            "_reduce .* current stream reads .* _neurons_kernel .* link writes"),
-    Mutant("a prediction is not joined", TokenStep, "run", 'join("next")\n            sh', "join()\n            sh",
-           predicted, "current stream .* next "),
-    Mutant("the last prediction is not joined", TokenStep, "run", 'join("next")\n    layers', "join()\n    layers",
-           predicted, "next .*no order|not joined"),
+    Mutant("a prediction is not joined", TokenStep, "run",
+           'join("next")\n                sh', "join()\n                sh", predicted, "current stream .* next "),
+    Mutant("the last prediction is not joined", TokenStep, "run",
+           'join("next")\n        layers', "join()\n        layers", predicted, "next .*no order|not joined"),
     Mutant("forks wait for nothing", Queues, "forked", f"stream.{WAIT}", "pass", split, "is not forked"),
     Mutant("joins wait for nothing", Queues, "join", ".wait_stream(self._forks[fork])", "", split,
            "current stream reads .* no order"),
@@ -107,6 +112,9 @@ MUTANTS = (
            "the CPU's share .* cpu reads .* link writes"),
     Mutant("a result is copied on a fork", TokenStep, "run", "there[turn].copy_(",
            'with self.inputs.queues.forked("link"): there[turn].copy_(', split, "not joined"),
+    Mutant("kernels start early in spite of forks", TokenStep, "run",
+           "chained(self.weights.memory.placement.is_whole)", "chained()", split,
+           "starts early, and not directly after a kernel"),
     Mutant("a graph waits for another", TokenStep, "run", "layers.start()",
            "self.inputs.queues.wait_for(self._own_pulled); layers.start()", moving, "in another graph"),
     Mutant("the host does not wait for a token", GpuDecoder, "_one", "self._inputs.queues.mark().wait()", "pass", split,
@@ -139,7 +147,7 @@ def test_a_fault_of_order_is_found(mutant: Mutant, folder: Path, watch: Watch, m
 
 @pytest.mark.parametrize(
     ("run", "forks"),
-    [(split, {"cpu", "link"}), (predicted, {"cpu", "link", "next"}), (prompt, {"copies"})],
+    [(resident, set()), (split, {"cpu", "link"}), (predicted, {"cpu", "link", "next"}), (prompt, {"copies"})],
 )
 def test_the_engine_is_in_order(run: Callable[[Path], None], forks: set[str], folder: Path, watch: Watch) -> None:
     """All streams that a run needs have work."""

@@ -37,7 +37,17 @@ from moe_pack.runtime.gpu.placements import GpuPlacement, Misses
 from moe_pack.runtime.offload import Passes
 
 READ = ReadRates(dense=50.0, head=100.0, select=100.0, records=200.0)
-RATES = Rates(memory=100.0, link=10.0, cpu=20.0, read=READ, launch_s=1.0, call_s=3.0, token_s=0.0, latency_s=2.0)
+RATES = Rates(
+    memory=100.0,
+    link=10.0,
+    cpu=20.0,
+    read=READ,
+    launch_s=1.0,
+    layer_launch_s=0.5,
+    call_s=3.0,
+    token_s=0.0,
+    latency_s=2.0,
+)
 LAUNCHES = Launches(layer=7, cpu=2, link=1, others=0)
 
 
@@ -52,7 +62,7 @@ def test_a_layer_takes_its_serial_part_and_the_longest_fork() -> None:
     is_split = np.array([True, False])
     found = forks(layer_bytes(pulled=60, left=100), LAUNCHES, RATES, False, is_split)
     # 7 launches, 200 dense bytes, 100 of attention, 300 of selectors, 50 of partial sums; twice that of pulled records.
-    serial = 7 + 2 + 4 + 1 + 3 + 0.5
+    serial = 3.5 + 2 + 4 + 1 + 3 + 0.5
     np.testing.assert_allclose(found.serial, [[serial + 0.5, serial]])
     np.testing.assert_allclose(found.here, [[2 + 0.5, 2 + 0.5]])
     np.testing.assert_allclose(found.cpu, [[3 + 2 + 100 / 20, 0]])
@@ -67,7 +77,7 @@ def test_a_layer_that_leaves_nothing_to_the_link_has_no_such_fork() -> None:
 
 def test_without_forks_the_link_comes_first() -> None:
     found = forks(layer_bytes(pulled=60, left=0, selectors=40), LAUNCHES, RATES, True, np.array([True, True]))
-    serial = 7 + 2 + 4 + 1 + 3 + 0.5
+    serial = 3.5 + 2 + 4 + 1 + 3 + 0.5
     np.testing.assert_allclose(found.serial, [[serial + (60 + 40) / 10 + 1, serial]])
     np.testing.assert_allclose(found.here, [[2 + 0.5 + 0.3, 2 + 0.5]])
     assert not found.cpu.any() and not found.link.any()

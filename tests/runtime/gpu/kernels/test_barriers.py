@@ -11,10 +11,22 @@ import torch
 from support.attending import AttendingToken, AttentionShape
 from support.gpu_layers import partly_there, random_layer
 from support.kernel_accesses import RaceError
+from support.ordered_engine import Watch
+from support.ordered_work import OrderError
 from support.random_experts import Shape, random_tokens
 
 from moe_pack.formats import RouterSpec, part_format
-from moe_pack.runtime.gpu.kernels import attention, neurons, products, pull, router
+from moe_pack.runtime.gpu import devices
+from moe_pack.runtime.gpu.kernels import (
+    attention,
+    elementwise,
+    grids,
+    matmul,
+    neurons,
+    products,
+    pull,
+    router,
+)
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.rows import stored_part
@@ -96,6 +108,69 @@ def test_a_race_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> Non
     mutant.apply(monkeypatch)
     with pytest.raises(RaceError, match=mutant.found):
         mutant.launch()
+
+
+def chain(watch: Watch) -> None:
+    """A token whose last two kernels may start before the one before them ends."""
+    x, rows = torch.ones(4), StoredRows(torch.ones((4, 4)), stored_part("F32", 4))
+    by, normed, out = Norm(x, None, 1e-6), torch.zeros(4), torch.zeros(4)
+    with watch.on(), watch.order.captured():
+        elementwise.norm(x, by, normed)
+        with grids.chained():
+            matmul.gemv(normed, rows, out)
+            elementwise.norm(out, by, normed)
+
+
+WAIT = "wait_for_earlier()"
+LOAD_INPUT = "x, x_factor = _load_input(x_ptr, norm, PART, BLOCKS.has_norm)"
+NORMALIZE = "normalize(x_ptr + row, norm, out_ptr + row, D)"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "error", "found"),
+    [
+        (elementwise._norm_kernel, f"{WAIT}\n    {NORMALIZE}", "pass", RaceError,
+         "_norm_kernel: program 0 does not wait"),
+        (matmul._gemv, f"{WAIT}\n    {LOAD_INPUT}", f"{LOAD_INPUT}\n    {WAIT}", OrderError,
+         r"_gemv .* reads float32 \[4\] before it waits, and its graph writes it"),
+        (elementwise._norm_kernel, f"{WAIT}\n    {NORMALIZE}", f"{NORMALIZE}\n    {WAIT}", RaceError,
+         "_norm_kernel: program 0 stores before it waits"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_starts_early_waits_for_earlier_ones(
+    kernel: Any, old: str, new: str, error: type[Exception], found: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain(watch)
+    Mutant("", kernel, old, new, experts, "").apply(monkeypatch)
+    with pytest.raises(error, match=found):
+        chain(watch)
+
+
+def test_a_kernel_starts_early_only_directly_after_another_one_of_its_graph(watch: Watch) -> None:
+    x = torch.ones(4)
+    by, out = Norm(x, None, 1e-6), torch.zeros(4)
+
+    def norm_early() -> None:
+        with grids.chained():
+            elementwise.norm(x, by, out)
+
+    with watch.on():
+        queues, early = devices.Queues(CPU), "starts early, and not directly after a kernel"
+        elementwise.norm(x, by, out)
+        with pytest.raises(OrderError, match=early):
+            norm_early()
+        with watch.order.captured():
+            with pytest.raises(OrderError, match=early):
+                norm_early()
+            elementwise.norm(x, by, out)
+            norm_early()
+            with queues.forked("link"):
+                elementwise.norm(x, by, torch.zeros(4))
+                with pytest.raises(OrderError, match="stream link starts early"):
+                    norm_early()
+            queues.join("link")
+            with pytest.raises(OrderError, match=early):
+                norm_early()
 
 
 @pytest.mark.parametrize("launch", [experts, route, attend])

@@ -34,6 +34,12 @@ READERS = {
     "_read_words": {"_decode_kernel", "_decode_rows_kernel"},
     "_load_host": {"_pull_records_kernel", "_pull_selectors_kernel", "_bring_kernel"},
 }  # fmt: skip
+# Kernels of a token that may start before the end of the one before, and wait for it within, from sm_90 on.
+DEPENDENTS = {
+    "_gemv", "_gated", "_norm_kernel", "_reduce", "_rotate_kernel", "_route_kernel", "_select_kernel",
+    "_compact_kernel", "_neurons_kernel", "_attend_kernel", "_combine_kernel", "_enter_rows_kernel",
+    "_enter_latent_kernel", "_leave_latent_kernel",
+}  # fmt: skip
 SUMS = {"_neurons_kernel", "_gather_row"}  # whose rows are added up
 # Every width, hidden size and GPU once, with the usual selector and another; `compiled_kernels.py` compiles the whole
 # matrix, in an hour.
@@ -54,9 +60,16 @@ def faults(found: list[Compiled]) -> list[str]:
             wrong.append(f"{name}: spills")
         if k.flushes:
             wrong.append(f"{name}: subnormals become zeros")
+        if k.kernel in DEPENDENTS and not waits_in_time(k):
+            wrong.append(f"{name}: {k.before_wait} before its wait for earlier launches")
         if not loads_codes_wide(k):
             wrong.append(f"{name}: loads {k.loads}")
     return wrong
+
+
+def waits_in_time(k: Compiled) -> bool:
+    """Whether it waits for earlier launches before it stores anything, where they may still run."""
+    return k.before_wait is None if k.capability < 90 else k.before_wait is not None and k.before_wait[1] == 0
 
 
 def loads_codes_wide(k: Compiled) -> bool:
@@ -120,6 +133,13 @@ def test_loads_that_are_too_narrow_are_faults(usual: list[Compiled]) -> None:
     for loads in ({"load_trellis 4": 5, "look_up 4": 32}, {"load_trellis 16": 1, "load_trellis 4": 1, "look_up 2": 64}):
         assert len(faults([replace(k, loads=loads) for k in trellis])) == 3
     assert len(faults([replace(four[0], stack_bytes=16, flushes=1)])) == 2
+
+
+def test_kernels_that_wait_too_late_or_not_at_all_are_faults(usual: list[Compiled]) -> None:
+    select = of_call(usual, "running up w4")[0]
+    assert faults([replace(select, before_wait=(8, 0))]) == []
+    assert len(faults([replace(select, before_wait=given) for given in (None, (0, 1))])) == 2
+    assert len(faults([replace(select, capability=89), replace(select, capability=89, before_wait=None)])) == 1
 
 
 def test_a_layer_of_mixed_kinds_takes_one_launch_a_step(usual: list[Compiled]) -> None:

@@ -130,6 +130,12 @@ def test_grids_of_mixtral_fill_an_h200(mixtral: list[Launch]) -> None:
     assert gemv.is_one_tile and gemv.kernel.programs == ceil(4096 / 4)
 
 
+def test_the_first_rows_are_on_their_way_before_earlier_launches_end(mixtral: list[Launch]) -> None:
+    *experts, gemv = (each.kernel.before_wait for each in mixtral)
+    assert gemv == (4 * 3, 0)  # of four rows the codes, a scale and a zero
+    assert experts == [(0, 0)] * 2  # which rows these read follows from the launches before
+
+
 def test_grids_of_256_programs_are_faults(mixtral: list[Launch]) -> None:
     few = [launch_of(replace(each.kernel, programs=256)) for each in mixtral]
     assert [fault.split(", ")[2].split(":")[0] for fault in faults(few)] == [
