@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from support.models import BOOK
@@ -36,6 +37,7 @@ from moe_pack.runtime.engine.options import MissesOption
 from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
+from moe_pack.runtime.gpu.kernels import grids
 from moe_pack.runtime.gpu.placements import NUM_TURNS
 from moe_pack.runtime.model.caches import KvDtype
 
@@ -270,6 +272,8 @@ def _all_promises(results: Results, clock: Clock, folder: Path, ids: list[int]) 
     promises = _Promises(results, clock, folder, ids[: 4 if clock.is_rehearsal else 24])
     for share in (1.0, *_SHARES[:1]) if clock.is_rehearsal else (1.0, *_SHARES):
         results.section(f"promises, pull, {_space(share)}", partial(promises.check, "pull", share))
+    with patch.object(grids, "ENABLED", False):  # the same bits where each launch waits for the end of the one before
+        results.section("promises, pull, no early starts", partial(promises.check, "pull", 1.0))
     results.section("promises, auto", partial(promises.check, "auto", _SHARES[-1]))
 
 
