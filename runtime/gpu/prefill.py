@@ -181,7 +181,9 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         self._own = grouped.PassMemory.allocate(*self._slicing, d, num_pairs, self._num_halves, device)
         self.memory, self.stream = memory, ExpertStream(pack, memory, host, queues)
         self._queues, self._tier, self._share = queues, tier, share
-        num_experts = len(memory.kinds[0])
+        placement, num_experts = memory.placement, len(memory.kinds[0])
+        is_static = (placement.first_dynamic == pack.spec.expert.intermediate_size) & placement.has_selector
+        self._is_resident: list[bool] = is_static.all(axis=1).tolist()  # by layer
         self._all_experts = torch.arange(num_experts, dtype=torch.int32, device=device)
         # int64 [L, E]: on the device, in how many passes an expert had tokens; its size, in host memory.
         self._num_passes = torch.zeros((len(memory.kinds), num_experts), dtype=torch.int64, device=device)
@@ -219,13 +221,14 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         halves.round_rows(inputs.contiguous(), rounded)
         memory = self._own._replace(outputs=self._own.outputs[: experts.numel()])
         others = on_cpu = None
-        if all(self.stream.is_static(ExpertKey(layer_idx, e)) for e in range(len(self._all_experts))):
+        if self._is_resident[layer_idx]:
             pairs = self._pairs(layer_idx, experts, self._all_experts)
             self._run(layer_idx, pairs, 0, len(pairs.order), rounded, memory)
         else:
-            pass_ = self._choose(layer_idx, experts, router_weights, inputs)
+            pass_ = self._choose(layer_idx, experts)
             if pass_.on_cpu:
                 memory.outputs.zero_()  # of those the GPU does not compute
+                self._num_passes[layer_idx, pass_.on_cpu] += 1
                 if self._tier is None:
                     on_cpu = self._start_on_cpu(layer_idx, inputs, experts.cpu(), router_weights.cpu(), pass_.on_cpu)
                 else:
@@ -247,7 +250,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         self._num_passes[layer_idx].index_add_(0, order, (pairs.starts.diff() > 0).long())
         return pairs
 
-    def _choose(self, layer_idx: int, experts: Tensor, weights: Tensor, x: Tensor) -> "_Pass":
+    def _choose(self, layer_idx: int, experts: Tensor) -> "_Pass":
         """Returns a layer's experts in the order in which they run.
 
         The host waits for the routes only if it has to know them: where the CPU computes some experts, or where there
