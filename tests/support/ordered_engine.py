@@ -162,7 +162,7 @@ class _Functions(TorchFunctionMode):
     """Tells the device's memory from the host's by what torch's functions are asked for."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__init__()
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
