@@ -31,7 +31,7 @@ _FIRST_TOKEN_SECONDS = 0.02
 _TIMED_RUNS = 5
 _WARMING_TOKENS, _TUNED_TOKENS = 2, 7  # for each share that is tried
 # Tokens of a pass that run one after another. A pass decodes every expert that has a token, whatever their number: for
-# Mixtral on an H200 that takes some 115 ms by prediction, a token 3.2 ms as measured.
+# Mixtral on an H200 that takes 120 ms by prediction (tests/bench/gpu_prompts.py), a token 3.2 ms as measured.
 FEW_TOKENS = 16
 _INTERPRETED_SMS = 1  # programs run one after the other
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -110,9 +111,9 @@ class ExpertStream:
         return len(entries)
 
     def num_together(self, keys: Sequence[ExpertKey]) -> int:
-        """Returns how many of the first of these experts come with the first one."""
+        """Returns how many of these experts, from the first on, come with the first one."""
         marks = [entry.copied for key in keys if (entry := self.find(key))]
-        return sum(mark is marks[0] for mark in marks)
+        return sum(1 for _ in takewhile(lambda mark: mark is marks[0], marks))
 
     def rows_at(self, entry: _Coming) -> tuple[int, int]:
         """Returns where selector row 0 and record 0 would lie, in units of 16 bytes, as far as they are in the ring."""
@@ -326,16 +327,14 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
             grouped.run_group(x, grouped.Group(pairs, tables, begin, together, coming), memory)
 
     def _coming(self, keys: Sequence[ExpertKey]) -> grouped.Coming:
-        """Returns where experts' rows would lie as far as they are in the ring; waits for their copies."""
+        """Returns where rows of experts that come together lie in the ring; waits for their copy."""
         begins = np.zeros((2, len(self._all_experts)), np.int64)
-        marks = dict[int, devices.Mark]()
-        for key in keys:
+        for number, key in enumerate(keys):
             entry = self.stream.find(key)
             assert entry is not None, "it was requested"
-            marks[id(entry.copied)] = entry.copied
+            if number == 0:
+                self._queues.wait_for(entry.copied)
             begins[:, key.expert] = self.stream.rows_at(entry)
-        for mark in marks.values():
-            self._queues.wait_for(mark)
         return grouped.Coming(*self._there(begins))
 
     def _there(self, values: NDArray[np.integer]) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 from benchlib import finish, json_option, table
-from gpu.launches import WAIT, count_prompt, is_triton
+from gpu.launches import WAIT, PromptLaunches, count_prompt, is_triton
 
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.parts import GroupedQuerySpec
@@ -86,6 +86,22 @@ def tokens_per_second(
     return num_tokens / seconds, longest
 
 
+def _host_seconds(counted: PromptLaunches, steps: int) -> float:
+    return _TRITON_S * counted.total(is_triton, steps) + _TORCH_S * counted.total(lambda name: not is_triton(name))
+
+
+def _parts_text(model: str, num_tokens: int, counted: PromptLaunches) -> str:
+    """Says where a resident pass on the first GPU spends its time: exact of 16 tokens, fast of more."""
+    gpu, num_halves = _GPUS[0], EXACT_HALVES if num_tokens == 16 else FAST_HALVES
+    host_s = _host_seconds(counted, counted.spare_steps)
+    parts = pass_seconds(gpu, model, num_tokens, 0, num_halves, 0.0, host_s)
+    of_gpu = parts["products"] + parts["memory"] + parts["attention"]
+    return (
+        f"{model}, {num_halves} float16 a value, {num_tokens} tokens on an {gpu.name}: {1e3 * of_gpu:.0f} ms of the "
+        f"GPU, of which {1e3 * parts['memory']:.0f} for memory; {1e3 * host_s:.0f} ms of the host"
+    )
+
+
 @click.command(help=__doc__)
 @json_option
 def main(as_json: bool) -> None:
@@ -105,14 +121,15 @@ def main(as_json: bool) -> None:
             f"{model}, {num_halves} float16 a value: {triton:,} launches of Triton, {fewer:,} with memory to spare, "
             f"{torch:,} of torch, {waits} waits of the host"
         )
+    notes += [_parts_text(model, num_tokens, counted) for (model, num_halves), counted in launches.items()
+              for num_tokens in (16, 512) if (num_halves == EXACT_HALVES) == (num_tokens == 16)]  # fmt: skip
     for gpu in _GPUS:
         for model, lacking in _MODELS.items():
             for memory, missing in (("all experts", 0.0), ("11 GiB", lacking)):
                 for name, num_halves in (("fast", FAST_HALVES), ("exact", EXACT_HALVES)):
                     counted = launches[model, num_halves]
                     steps = counted.num_steps if missing or gpu.name != "H200" else counted.spare_steps
-                    host_s = _TRITON_S * counted.total(is_triton, steps)
-                    host_s += _TORCH_S * counted.total(lambda name: not is_triton(name))
+                    host_s = _host_seconds(counted, steps)
                     found = [
                         tokens_per_second(gpu, model, tokens, num_halves, missing, host_s)
                         for tokens in (512, 2048, 8192)

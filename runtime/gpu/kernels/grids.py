@@ -1,12 +1,11 @@
 """How launches fill a GPU: the programs that each gets, and when it starts.
 
-A grid that fills a GPU has as many programs as all multiprocessors run at once, or more.
-A multiprocessor runs programs at the same time as far as its registers, warps and shared memory reach; that many on
-every multiprocessor are a wave. Bytes of rows that programs have asked for and not received are in flight. Memory is
-busy where a wave has enough of them: 24 KiB a multiprocessor. So `select`, `gemv` and `gated` get two waves or more,
-as far as each program has a tile of rows; with a tile each, all rows that fit are in flight at once. `neurons` and
-`attend` get one wave: their programs share the work evenly, and one more of them costs a partial sum, or the queries
-once more.
+A grid that fills a GPU has as many programs as all multiprocessors run at once, or more. A multiprocessor runs programs
+at the same time as far as its registers, warps and shared memory reach; that many on every multiprocessor are a wave.
+Bytes of rows that programs have asked for and not received are in flight. Memory is busy where a wave has enough of
+them: 24 KiB a multiprocessor. So `select`, `gemv` and `gated` get two waves or more, as far as each program has a tile
+of rows; with a tile each, all rows that fit are in flight at once. `neurons` and `attend` get one wave: their programs
+share the work evenly, and one more of them costs a partial sum, or the queries once more.
 
 Registers are the fewest that the kernels at hand need when compiled (`Registers`), and not those of one kernel: buffers
 are allocated before anything is compiled, and partial sums would depend on the compiler's version. A kernel that needs

@@ -4,8 +4,8 @@ A row is scaled by a power of two, so that its largest value is below 2^15: floa
 to 2^-29 of the largest. With a second float16, the rest of each value, it has 22. The factor that undoes the scale is
 the row's, and multiplies its products. `grouped` multiplies what is written here.
 
-Source: measured relative errors of an expert's outputs with outlier channels are 5e-4 with one float16 and 1.4e-7 with
-two (docs/kernels.md).
+Relative errors of an expert's outputs with outlier channels are below 6e-4 with one float16 and 3e-7 with two
+(`tests/runtime/gpu/kernels/test_grouped.py`).
 """
 
 from functools import cache
