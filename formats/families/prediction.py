@@ -53,7 +53,7 @@ class PredictionLayer(SourceReader):
 
         Raises:  PackError if its tensors are not those of a layer of the model, or `config.json` is damaged.
         """
-        if not pack.has(UNUSED_FILE) or not pack.has(_CONFIG) or not _is_plain(pack.spec):
+        if not pack.has(UNUSED_FILE) or not pack.has(_CONFIG) or not drafts_for(pack.spec):
             return None
         values = json_files.parse(pack.read_file(_CONFIG).tobytes(), _CONFIG, formats.PackError, is_foreign=True)
         try:
@@ -94,7 +94,7 @@ def _kept(pack: formats.Pack) -> dict[str, TensorEntry]:
     return {entry.name: entry for entry in entries if not entry.name.startswith("pad.")}
 
 
-def _is_plain(spec: formats.ModelSpec) -> bool:
+def drafts_for(spec: formats.ModelSpec) -> bool:
     """Returns whether a layer of the model can stand alone: with one residual stream and one kind of attention."""
     is_same = len(set(map(spec.attention.window, range(spec.num_hidden_layers)))) == 1
     return spec.residual is None and spec.encoder is None and not spec.others and is_same and not spec.needs_ids

@@ -197,24 +197,6 @@ class GroupedQuerySpec(heads.Attention):
     def is_unknown_to(self, runner: part.Runner) -> bool:
         return False
 
-    def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner != "gpu":
-            return
-        found = {
-            "attention temperature": self.temperature is not None,
-            "gates of attention": self.gated or self.gate is not None,
-            "layers that do not rotate": self.rotated_layers is not None,
-            "attention in chunks": self.chunked,
-            "norms of rotated heads": self.qk_norm in ("rotated_head", "unit"),
-            "keys that are values": self.keys_as_values,
-            "norms of values": self.v_norm,
-            "values of another size than keys": self.value_head_dim is not None,
-            "scaled values": self.value_scale != 1.0,
-            "attention to blocks": self.indexer is not None,
-            "clamped queries, keys and values": self.clip is not None,
-        }
-        yield from (name for name, is_there in found.items() if is_there)
-
     def gguf_values(self, rope: positions.RopeSpec | None) -> dict[str, Any]:
         values: dict[str, Any] = {
             "attention.head_count": self.num_heads,

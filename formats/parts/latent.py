@@ -141,18 +141,8 @@ class LatentSpec(heads.Attention):
     def lacks(self, runner: part.Runner) -> Iterator[str]:
         if runner == "gpu codes":
             yield "latent attention"
-        elif runner == "gguf":
-            if self.indexer is not None and self.indexer.head_dim % 64:
-                yield f"an indexer with heads of {self.indexer.head_dim}; llama.cpp needs a multiple of 64"
-        else:
-            found = {
-                "attention temperature": self.temperature is not None,
-                "gates of attention": self.gated or self.gate is not None,
-                "sparse attention": self.indexer is not None,
-                "sinks of latent attention": self.sinks,
-                "scaled latents": (self.q_latent_scale, self.kv_latent_scale) != (1, 1),
-            }
-            yield from (name for name, is_there in found.items() if is_there)
+        elif runner == "gguf" and self.indexer is not None and self.indexer.head_dim % 64:
+            yield f"an indexer with heads of {self.indexer.head_dim}; llama.cpp needs a multiple of 64"
 
     def log_multiplier(self, factor: float) -> float:
         """Returns a tenth of the model's `mscale_all_dim`, whose square is in the scale of queries times keys."""

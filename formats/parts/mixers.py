@@ -76,10 +76,6 @@ class Mixer(part.Part, ABC):
         """Returns why values that this kind alone has cannot be, or None."""
         return None
 
-    def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner == "gpu":
-            yield f"layers of {self.kind}"
-
     def gguf_values(self, num_layers: int, rotates: bool) -> dict[str, Any]:
         """Returns its keys in the metadata of GGUF files. `rotates`: whether layers with attention do."""
         return {}
@@ -168,7 +164,6 @@ class GatedDeltaSpec(Mixer):
         return None
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
-        yield from Mixer.lacks(self, runner)
         if runner == "gguf" and self.key_head_dim != self.value_head_dim:
             yield f"heads with {self.key_head_dim} keys and {self.value_head_dim} values; both must be equal"
 
@@ -324,7 +319,6 @@ class Mamba2Spec(Mixer):
         return None
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
-        yield from Mixer.lacks(self, runner)
         if runner == "gguf" and self.proj_bias:
             yield "biases of Mamba's projections"
 
@@ -394,7 +388,6 @@ class MambaSpec(Mixer):
         return self.channels * (12 + 4 * self.state_size)
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
-        yield from Mixer.lacks(self, runner)
         if runner == "gguf" and (self.proj_bias or not self.conv_bias):
             yield "biases of Mamba's projections, or none of its convolution"
 
@@ -446,7 +439,6 @@ class ShortConvSpec(Mixer):
         return 10 * self.channels
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
-        yield from Mixer.lacks(self, runner)
         if runner == "gguf" and self.bias:
             yield "biases of short convolutions"
 
@@ -475,10 +467,9 @@ class LightningSpec(Mixer):
         """The values of all heads."""
         return self.num_heads * self.head_dim
 
-    def rates(self, layer: int) -> tuple[float, ...]:
-        """Returns how fast the state of each head decays in a layer: the logarithms of decays, without their sign."""
-        factor = self.factors[self.layers.index(layer)]
-        return tuple(factor * 2 ** (-8 * (head + 1) / self.num_heads) for head in range(self.num_heads))
+    def factor(self, layer: int) -> float:
+        """Returns the factor of a layer's decays."""
+        return self.factors[self.layers.index(layer)]
 
     def roles(self, d: int) -> Iterator[part.DenseRole]:
         yield from part.matrices(qkv=(3 * self.head_width, d), gate=(self.head_width, d))

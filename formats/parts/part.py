@@ -109,7 +109,3 @@ class NormSpec(Part):
         yield DenseRole(name, (d,), False, self.offset)
         if self.has_bias:
             yield DenseRole(f"{name}_bias", (d,), False)
-
-    def lacks(self, runner: Runner) -> Iterator[str]:
-        if runner == "gpu" and self.unbiased:
-            yield "layer norms without bias"

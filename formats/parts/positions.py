@@ -173,10 +173,6 @@ class ProportionalSpec(Scaling):
             )
         return None
 
-    def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner == "gpu":
-            yield "partly rotated pairs"
-
 
 ScalingSpec = LinearSpec | DynamicSpec | YarnSpec | LongRopeSpec | Llama3Spec | ProportionalSpec
 

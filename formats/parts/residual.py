@@ -76,10 +76,6 @@ class Residual(part.Part):
         """Returns why values that this kind alone has cannot be, or None."""
         return None
 
-    def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner == "gpu":
-            yield f"a {self.kind} residual"
-
 
 PLAIN = Residual()
 

@@ -110,13 +110,5 @@ class RouterSpec(part.Part):
     def lacks(self, runner: part.Runner) -> Iterator[str]:
         if runner == "gguf" and self.kind == "softmax_topk" and self.n_group > 1:
             yield "groups of experts that compete by their best expert; llama.cpp adds up the best two"
-        if runner == "gpu":
-            found = {
-                "router weights on the input of experts": self.on_input,
-                "scaled routers": self.input_scale or self.expert_scale,
-                "groups of experts that score 0": self.zero_outside,
-                "experts that return their input": self.num_identity > 0,
-                "a table from tokens to experts": bool(self.table_layers),
-                f"routers of {self.kind}": self.kind in ("sqrtsoftplus_topk", "topk_sigmoid"),
-            }
-            yield from (name for name, is_there in found.items() if is_there)
+        if runner == "gpu" and self.table_layers:
+            yield "a table from tokens to experts"

@@ -106,10 +106,6 @@ class ExpertSpec(part.Part):
         """The matrices whose bias lies in the neurons' rows."""
         return tuple(matrix for matrix in self.bias if matrix != "down")
 
-    def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner == "gpu" and self.function not in ("silu", "relu", "clamped_swiglu"):
-            yield f"experts of {self.function}"
-
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
@@ -235,21 +231,16 @@ class ModelSpec(part.Part):
         return self.rope
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner == "gpu":
-            if self.encoder is not None:
-                yield "an encoder"
-            if self.others:
-                yield "several kinds of attention"
-            if self.logits_softcap is not None:
-                yield "a softcap of logits"
-        if self.attention.is_unknown_to(runner):
-            yield f"{self.attention.kind} attention"
+        if runner == "gpu" and self.encoder is not None:
+            yield "an encoder"
+        kinds = dict.fromkeys(
+            attention.kind for attention, _ in self.attention_kinds if attention.is_unknown_to(runner)
+        )
+        yield from (f"{kind} attention" for kind in kinds)
         given = (self.rope, self.ngrams, self.norm, self.router, self.residual, self.mixer, self.expert)
         for each in given:
             if each is not None:
                 yield from each.lacks(runner)
-        if runner == "gpu" and self.rope is None:
-            yield "no rotary positions"
         yield from self.attention.lacks(runner)
 
 
