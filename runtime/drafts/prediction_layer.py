@@ -43,6 +43,7 @@ _LEAST_PROMPT = 16  # tokens of a pass over a prompt; passes over drafts are sho
 _FLOAT_BYTES = 4
 _TABLES = ("embed", "head")
 _COMPARED_ROWS = 256
+_CPU = torch.device("cpu")
 _SAME_TABLE = 0.5  # of the norm: codes of 2 bits are nearer to their weights, and other weights are about 1.4 away
 
 
@@ -51,14 +52,15 @@ class PredictionWeights(model.ExpertRunner):
 
     All of them are loaded: 4.8 GB for GLM-4.5-Air, 3.3 GB for Qwen3-Next, 12.1 GB for DeepSeek-V3 in FP8. Embedding and
     head are those of `main`, the model, unless the checkpoint has others for this layer.
+    Args:    device: of `main`, which gets these weights too.
     Raises:  PackError if the file that has the layer is damaged.
     """
 
     selector: formats.Selector = "none"
 
-    def __init__(self, layer: families.PredictionLayer, main: model.Weights) -> None:
+    def __init__(self, layer: families.PredictionLayer, main: model.Weights, device: torch.device = _CPU) -> None:
         layer.check()
-        self.spec, self.main = layer.spec, main
+        self.spec, self.main, self.device = layer.spec, main, device
         self.operations: model.Operations = main.operations
         self._vectors: dict[str, Tensor] = {}
         self._matrices: dict[str, model.Matrix] = {}
@@ -67,7 +69,7 @@ class PredictionWeights(model.ExpertRunner):
         for name in _loaded_roles(layer):
             role, source = layer.roles[name], layer.dense[name]
             if len(role.shape) == 1:
-                self._vectors[name] = model.read_vector(layer, source) + role.offset
+                self._vectors[name] = (model.read_vector(layer, source) + role.offset).to(device)
                 self.num_bytes += self._vectors[name].nbytes
             else:
                 self._matrices[name] = self._load(layer, source)
@@ -78,7 +80,7 @@ class PredictionWeights(model.ExpertRunner):
     def _load(self, layer: families.PredictionLayer, source: families.SourceMatrix) -> model.Matrix:
         """Reads a matrix into memory, FP8 in rows that the operations multiply."""
         if not _is_in_rows(source):
-            weight = model.read_rows(layer, source, 0, source.num_rows).contiguous()
+            weight = model.read_rows(layer, source, 0, source.num_rows).contiguous().to(self.device)
             self.num_bytes += weight.nbytes
             return model.StoredMatrix(weight, self.operations)
         layout = layouts.row_layout([("weight", plans.FP8, False)], source.num_cols)
@@ -91,7 +93,7 @@ class PredictionWeights(model.ExpertRunner):
             encoded = Fp8(plans.FP8, source.num_cols).encode(codes, scales)
             layouts.write_rows(layout, {"weight": encoded.numpy()}, stored[start:stop])
         self.num_bytes += stored.nbytes
-        return model.RowMatrix(layout, torch.from_numpy(stored), self.operations)
+        return model.RowMatrix(layout, torch.from_numpy(stored).to(self.device), self.operations)
 
     def vector(self, role: str) -> Tensor:
         return self._vectors[role]
@@ -120,14 +122,15 @@ class PredictionWeights(model.ExpertRunner):
         partial_state: model.PartialState | None = None,
     ) -> Tensor:
         y, function = torch.zeros_like(x), model.neuron_of(self.spec.expert_function(layer_idx))
-        for number, tokens, weights in model.tokens_by_expert(experts, router_weights):
-            rows = torch.from_numpy(tokens)
+        for number, tokens, weights in model.tokens_by_expert(experts.cpu(), router_weights.cpu()):
+            rows = torch.from_numpy(tokens).to(x.device)
             inputs = x[rows]
             gate = self._experts.get((number, "gate"))
             h = function.h(
                 None if gate is None else model.linear(inputs, gate), model.linear(inputs, self._experts[number, "up"])
             )
-            y[rows] += torch.from_numpy(weights)[:, None] * model.linear(h, self._experts[number, "down"])
+            output = model.linear(h, self._experts[number, "down"])
+            y[rows] += torch.from_numpy(weights)[:, None].to(x.device) * output
         return y
 
 
@@ -205,12 +208,14 @@ class PredictionDrafter:
     needs_hidden = False  # it gets those of all tokens by `follow`
 
     def __init__(self, weights: PredictionWeights, context_tokens: int, chunk_tokens: int) -> None:
-        self._weights, device = weights, torch.device("cpu")
+        self._weights, device = weights, weights.device
         self._step = min(chunk_tokens, WAITING_TOKENS)
         spec = weights.spec
         self._cache = kv_cache.KVCache(spec, context_tokens, device, chunk_tokens=WAITING_TOKENS)
         self._sequence = kv_cache.CachedSequence(spec, self._cache, caches.LayerRopes(spec, device))
-        self._waiting = torch.zeros((WAITING_TOKENS, spec.hidden_size))  # hidden states that have not run
+        self._waiting = torch.zeros(
+            (WAITING_TOKENS, spec.hidden_size), device=device
+        )  # hidden states that have not run
         self._num_waiting = 0
         self._begin = 0  # the position in the text of the first key
         self.num_bytes = weights.num_bytes + self._cache.num_bytes + self._waiting.nbytes

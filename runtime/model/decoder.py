@@ -12,6 +12,9 @@ sequences and drafts; `layer_calls` computes the same layers by native calls. Hi
 are float32.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -27,7 +30,7 @@ class Decoder(passes.SequencePasses):
     Methods that name no sequence are about the first.
     Args:    context_tokens: the longest sequence, prompt and continuation together.   chunk_tokens: the most tokens of
              a forward pass, which bound its hidden states.   cache_dtype: of keys and values.   num_checkpoints: of
-             each sequence, as of `CachedSequence`.
+             each sequence, as of `CachedSequence`.   kv_caches: of each sequence; None: they are allocated.
     Raises:  RunError if the context is longer than the model's.
     """
 
@@ -40,22 +43,27 @@ class Decoder(passes.SequencePasses):
         cache_dtype: caches.KvDtype = "f32",
         num_sequences: int = 1,
         num_checkpoints: int = 0,
+        kv_caches: Sequence[kv_cache.KVCache] | None = None,
     ) -> None:
         spec, device, operations = weights.spec, device or torch.device("cpu"), weights.operations
         layers.check_context(context_tokens, spec)
         self._ropes = ropes = caches.LayerRopes(spec, device)
-
-        def sequence() -> kv_cache.CachedSequence:
-            cache = kv_cache.KVCache(spec, context_tokens, device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
-            return kv_cache.CachedSequence(spec, cache, ropes, num_checkpoints)
-
-        super().__init__(weights, device, chunk_tokens, tuple(sequence() for _ in range(num_sequences)))
+        if kv_caches is None:
+            make = partial(kv_cache.KVCache, spec, context_tokens, device, None, cache_dtype, chunk_tokens)
+            kv_caches = [make() for _ in range(num_sequences)]
+        sequences = tuple(kv_cache.CachedSequence(spec, each, ropes, num_checkpoints) for each in kv_caches)
+        super().__init__(weights, device, chunk_tokens, sequences)
         self._calls = LayerCalls(weights, operations) if isinstance(operations, NativeOperations) else None
 
     @property
     def cache(self) -> kv_cache.KVCache:
         """The cache of the first sequence."""
         return self.sequences[0].cache
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of all sequences' keys, values and states, and of their checkpoints."""
+        return sum(sequence.num_bytes for sequence in self.sequences)
 
     # ---- the model --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ position. States of mixers, and rings of layers with a sliding window, cannot: t
 A sequence has room for some checkpoints, allocated once, and overwrites the one that was not used for longest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Protocol
@@ -79,6 +79,7 @@ class KVCache:
 
     Args:    context_tokens: the most positions of a sequence.   chunk_tokens: the most tokens that are appended at
              once; None: any number.   num_layers: None: the model's; else layers that keep the whole context.
+             memory: the caches of layers, and the states of those with a mixer; None: they are allocated.
     """
 
     def __init__(
@@ -89,16 +90,20 @@ class KVCache:
         num_layers: int | None = None,
         dtype: KvDtype = "f32",
         chunk_tokens: int | None = None,
+        memory: tuple[Sequence[layer_cache.LayerCache], Mapping[int, LayerState]] | None = None,
     ) -> None:
         chunk = context_tokens if chunk_tokens is None else chunk_tokens
         self.device, self.dtype, self.context_tokens = device, dtype, context_tokens
-        self.states = States(spec if num_layers is None else None, device)
+        layers, mixers = (None, None) if memory is None else memory
+        self.states = States(spec if num_layers is None else None, device, mixers)
         if num_layers is None:
             places = [specs.cached_tokens(spec, i, context_tokens, chunk) for i in range(spec.num_hidden_layers)]
         else:
             places = [context_tokens] * num_layers
         shapes = [kinds.cache_shape(spec.attention_of(i), dtype) for i in range(len(places))]
-        self._layers = tuple(s.empty(n, context_tokens, chunk, device) for s, n in zip(shapes, places, strict=True))
+        if layers is None:
+            layers = [s.empty(n, context_tokens, chunk, device) for s, n in zip(shapes, places, strict=True)]
+        self._layers = tuple(layers)
         self.keys, self.values = (tuple(layer.keys for layer in self._layers), tuple(l.values for l in self._layers))
         num_bytes = (shape.num_bytes(n, context_tokens, chunk) for shape, n in zip(shapes, places, strict=True))
         self.num_bytes = sum(num_bytes) + self.states.num_bytes  # of keys, values and states

@@ -5,6 +5,8 @@ docs/model.md says what each kind computes.
 """
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,36 +15,62 @@ from torch.nn.functional import silu, softplus
 from moe_pack.formats.parts import mixers
 from moe_pack.runtime.model.caches import layer_cache, states
 from moe_pack.runtime.model.compute import recurrence
+from moe_pack.runtime.model.compute.recurrence import normalized
 from moe_pack.runtime.model.compute.softmax import joined
 from moe_pack.runtime.model.compute.weights import RoleWeights, Weights, unit
 
-_L2_EPS = 1e-6  # of queries' and keys' lengths; no config names it
 _LEAST_GATE = 1e-6  # of the size of a gate of n-grams before its root is taken; no config names it
 
 
-def mix(
-    x: Tensor,
-    weights: Weights,
-    layer: int,
-    mixer: mixers.MixerSpec,
-    state: states.LayerState | layer_cache.Batch[states.LayerState],
-) -> Tensor:
+State = states.LayerState | layer_cache.Batch[states.LayerState]  # of one sequence, or of several with their tokens
+Projected = Mapping[str, Tensor]  # float32 [T, n] each, by the matrix's name
+
+
+class Projections(NamedTuple):
+    """The matrices of a mixer that multiply its input, by name. The matrix `o` multiplies what the mixer computes."""
+
+    names: tuple[str, ...]
+    has_bias: bool = False  # of these, and of `o`
+
+
+def mix(x: Tensor, weights: Weights, layer: int, mixer: mixers.MixerSpec, state: State) -> Tensor:
     """Returns a layer's mixer for new tokens, float32 [T, d]; they update the layer's state.
 
-    Args:    x: float32 [T, d], normed.   state: of one sequence, or of several with their tokens.
+    Args:    x: float32 [T, d], normed.
     """
-    own = _LayerMixer(weights, layer, layer_cache.each_sequence(state, len(x)))
+    own, (names, has_bias) = RoleWeights(weights, f"layers.{layer}.mixer"), projections_of(mixer)
+    projected = {name: own.linear(x, name, has_bias) for name in names}
+    return own.linear(mix_projected(projected, weights, layer, mixer, state), "o", has_bias)
+
+
+def projections_of(mixer: mixers.MixerSpec) -> Projections:
+    """Returns the matrices that multiply a mixer's input."""
     if isinstance(mixer, mixers.GatedDeltaSpec):
-        return _gated_delta(x, own, mixer)
+        return Projections(("qkvz", "ba") if mixer.interleaved else ("qkv", "z", "b", "a"))
     if isinstance(mixer, mixers.KimiDeltaSpec):
-        return _kimi_delta(x, own, mixer)
-    if isinstance(mixer, mixers.Mamba2Spec):
-        return _mamba2(x, own, mixer)
-    if isinstance(mixer, mixers.MambaSpec):
-        return _mamba(x, own, mixer)
+        return Projections(("q", "k", "v", *(("decay", "gate") if mixer.full_rank else ("decay_a", "gate_a")), "b"))
+    if isinstance(mixer, mixers.Mamba2Spec | mixers.MambaSpec):
+        return Projections(("in",), mixer.proj_bias)
     if isinstance(mixer, mixers.LightningSpec):
-        return _lightning(x, own, mixer, layer)
-    return _short_conv(x, own, mixer)
+        return Projections(("qkv", "gate"))
+    return Projections(("in",), mixer.bias)
+
+
+def mix_projected(projected: Projected, weights: Weights, layer: int, mixer: mixers.MixerSpec, state: State) -> Tensor:
+    """Returns the input of a mixer's matrix `o`, float32 [T, n], from the products of `projections_of`."""
+    num_tokens = len(next(iter(projected.values())))
+    own = _LayerMixer(weights, layer, layer_cache.each_sequence(state, num_tokens))
+    if isinstance(mixer, mixers.GatedDeltaSpec):
+        return _gated_delta(projected, own, mixer)
+    if isinstance(mixer, mixers.KimiDeltaSpec):
+        return _kimi_delta(projected, own, mixer)
+    if isinstance(mixer, mixers.Mamba2Spec):
+        return _mamba2(projected["in"], own, mixer)
+    if isinstance(mixer, mixers.MambaSpec):
+        return _mamba(projected["in"], own, mixer)
+    if isinstance(mixer, mixers.LightningSpec):
+        return _lightning(projected, own, mixer, layer)
+    return _short_conv(projected["in"], own, mixer)
 
 
 class _LayerMixer(RoleWeights):
@@ -52,9 +80,12 @@ class _LayerMixer(RoleWeights):
         super().__init__(weights, f"layers.{layer}.mixer")
         self._states, self._operations = states, weights.operations
 
-    def convolve(self, x: Tensor, kernel: Tensor, has_bias: bool = False) -> Tensor:
-        bias = self.vector("conv_bias") if has_bias else None
-        return joined([self._operations.convolve(x[own.rows], kernel, bias, own.cache) for own in self._states])
+    def convolve(self, x: Tensor, kernel: Tensor, has_bias: bool = False, activates: bool = True) -> Tensor:
+        """Returns the short convolution, with silu if it `activates`."""
+        bias, operations = self.vector("conv_bias") if has_bias else None, self._operations
+        return joined(
+            [operations.convolve(x[own.rows], kernel, bias, own.cache, activates=activates) for own in self._states]
+        )
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None) -> Tensor:
         each = []
@@ -63,90 +94,93 @@ class _LayerMixer(RoleWeights):
             each.append(self._operations.recur(q[rows], k[rows], v[rows], log_decay[rows], own_rate, own.cache))
         return joined(each)
 
+    def recur_gated(self, q: Tensor, k: Tensor, v: Tensor, gates: recurrence.Gates) -> Tensor:
+        each = []
+        for own in self._states:
+            rows, recur = own.rows, self._operations.recur_gated
+            each.append(recur(q[rows], k[rows], v[rows], gates.of_rows(rows), own.cache))
+        return joined(each)
 
-def _gated_delta(x: Tensor, own: _LayerMixer, spec: mixers.GatedDeltaSpec) -> Tensor:
+
+def _gated_delta(projected: Projected, own: _LayerMixer, spec: mixers.GatedDeltaSpec) -> Tensor:
     if spec.interleaved:
-        qkv, z, b, a = _interleaved(x, own, spec)
+        qkv, z, b, a = _interleaved(projected, spec)
     else:
-        qkv, z, b, a = (own.linear(x, name) for name in ("qkv", "z", "b", "a"))
-    qkv = silu(own.convolve(qkv, own.vector("conv")))
+        qkv, z, b, a = (projected[name] for name in ("qkv", "z", "b", "a"))
+    qkv, num_tokens = own.convolve(qkv, own.vector("conv")), len(qkv)
     q, k, v = torch.split(qkv, [spec.key_width, spec.key_width, spec.value_width], dim=1)
-    q, k = (_normalized(each.view(len(x), spec.num_key_heads, spec.key_head_dim)) for each in (q, k))
-    log_decay = -own.vector("a_log").exp() * softplus(a + own.vector("dt_bias"))
-    v = v.view(len(x), spec.num_value_heads, spec.value_head_dim)
-    y = own.norm(own.recur(q * spec.key_head_dim**-0.5, k, v, log_decay, b.sigmoid()), "out_norm")
-    return own.linear(y.flatten(1) * (silu if spec.gate == "silu" else torch.sigmoid)(z), "o")
+    q, k = (each.view(num_tokens, spec.num_key_heads, spec.key_head_dim) for each in (q, k))
+    v = v.view(num_tokens, spec.num_value_heads, spec.value_head_dim)
+    gates = recurrence.Gates(a, b, own.vector("a_log"), own.vector("dt_bias"))
+    y = own.norm(own.recur_gated(q, k, v, gates), "out_norm")
+    return y.flatten(1) * (silu if spec.gate == "silu" else torch.sigmoid)(z)
 
 
-def _interleaved(x: Tensor, own: _LayerMixer, spec: mixers.GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _interleaved(projected: Projected, spec: mixers.GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns queries, keys and values together, gates, logits of rates, and inputs of decays, from rows a key head."""
     shared, dk, dv = spec.num_value_heads // spec.num_key_heads, spec.key_head_dim, spec.value_head_dim
-    qkvz = own.linear(x, "qkvz").view(len(x), spec.num_key_heads, -1)
+    qkvz, ba = (each.view(len(each), spec.num_key_heads, -1) for each in (projected["qkvz"], projected["ba"]))
     q, k, v, z = torch.split(qkvz, [dk, dk, shared * dv, shared * dv], dim=2)
-    ba = own.linear(x, "ba").view(len(x), spec.num_key_heads, -1)
     b, a = torch.split(ba, [shared, shared], dim=2)
     return torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1), z.flatten(1), b.flatten(1), a.flatten(1)
 
 
-def _normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _L2_EPS)
-
-
-def _kimi_delta(x: Tensor, own: _LayerMixer, spec: mixers.KimiDeltaSpec) -> Tensor:
-    shape = len(x), spec.num_heads, spec.head_dim
-    qkv = torch.cat([own.linear(x, name) for name in "qkv"], dim=1)
-    qkv = silu(own.convolve(qkv, torch.cat([own.vector(f"{name}_conv") for name in "qkv"])))
+def _kimi_delta(projected: Projected, own: _LayerMixer, spec: mixers.KimiDeltaSpec) -> Tensor:
+    qkv = torch.cat([projected[name] for name in "qkv"], dim=1)
+    shape = len(qkv), spec.num_heads, spec.head_dim
+    qkv = own.convolve(qkv, torch.cat([own.vector(f"{name}_conv") for name in "qkv"]))
     q, k, v = (each.view(shape) for each in qkv.chunk(3, dim=1))
     step, gate = (
-        own.linear(x, name) if spec.full_rank else own.linear(own.linear(x, f"{name}_a"), f"{name}_b")
+        projected[name] if spec.full_rank else own.linear(projected[f"{name}_a"], f"{name}_b")
         for name in ("decay", "gate")
     )
     step = (step + own.vector("dt_bias")).view(shape)
     rates = own.vector("a_log").exp()[:, None]
     bound = spec.lower_bound
     log_decay = -rates * softplus(step) if bound is None else bound * torch.sigmoid(rates * step)
-    rate = own.linear(x, "b").sigmoid()
-    y = own.recur(_normalized(q) * spec.head_dim**-0.5, _normalized(k), v, log_decay, rate)
-    return own.linear(own.norm(y, "out_norm").flatten(1) * gate.sigmoid(), "o")
+    rate = projected["b"].sigmoid()
+    y = own.recur(normalized(q) * spec.head_dim**-0.5, normalized(k), v, log_decay, rate)
+    return own.norm(y, "out_norm").flatten(1) * gate.sigmoid()
 
 
-def _mamba2(x: Tensor, own: _LayerMixer, spec: mixers.Mamba2Spec) -> Tensor:
-    projected = own.linear(x, "in", spec.proj_bias)
+def _mamba2(projected: Tensor, own: _LayerMixer, spec: mixers.Mamba2Spec) -> Tensor:
+    num_tokens = len(projected)
     z, mixed, step = torch.split(projected, [spec.head_width, spec.conv_channels, spec.num_heads], dim=1)
-    mixed = silu(own.convolve(mixed, own.vector("conv"), spec.conv_bias))
+    mixed = own.convolve(mixed, own.vector("conv"), spec.conv_bias)
     keys = spec.num_groups * spec.state_size
     v, k, q = torch.split(mixed, [spec.head_width, keys, keys], dim=1)
-    v = v.view(len(x), spec.num_heads, spec.head_dim)
-    k, q = (each.view(len(x), spec.num_groups, spec.state_size) for each in (k, q))
-    step = softplus(step + own.vector("dt_bias")).clamp(min=spec.time_step_min)
-    y = own.recur(q, k, v * step[:, :, None], -own.vector("a_log").exp() * step, None)
-    y = (y + v * own.vector("skip")[:, None]).flatten(1) * silu(z)
-    y = unit(y.view(len(x), spec.num_groups, -1), own.weights).flatten(1) * own.vector("out_norm")
-    return own.linear(y, "o", spec.proj_bias)
+    v = v.view(num_tokens, spec.num_heads, spec.head_dim)
+    k, q = (each.view(num_tokens, spec.num_groups, spec.state_size) for each in (k, q))
+    vectors = own.vector("a_log"), own.vector("dt_bias")
+    gates = recurrence.Gates(step, None, *vectors, spec.time_step_min, own.vector("skip"))
+    y = own.recur_gated(q, k, v, gates).flatten(1) * silu(z)
+    return unit(y.view(num_tokens, spec.num_groups, -1), own.weights).flatten(1) * own.vector("out_norm")
 
 
-def _mamba(x: Tensor, own: _LayerMixer, spec: mixers.MambaSpec) -> Tensor:
-    mixed, z = own.linear(x, "in", spec.proj_bias).chunk(2, dim=1)
-    v = silu(own.convolve(mixed, own.vector("conv"), spec.conv_bias))
+def _mamba(projected: Tensor, own: _LayerMixer, spec: mixers.MambaSpec) -> Tensor:
+    mixed, z = projected.chunk(2, dim=1)
+    v = own.convolve(mixed, own.vector("conv"), spec.conv_bias)
     parts = torch.split(own.linear(v, "x"), [spec.step_rank, spec.state_size, spec.state_size], 1)
     step, k, q = (own.norm(part, f"{name}_norm") for part, name in zip(parts, ("dt", "b", "c"), strict=True))
     step = softplus(own.linear(step, "dt", has_bias=True))[:, :, None]  # [T, channels, 1]
     log_decay = -own.vector("a_log").view(spec.channels, -1).exp() * step
     y = own.recur(q[:, None], k[:, None], v[:, :, None] * step, log_decay, None)[:, :, 0]
-    return own.linear((y + v * own.vector("skip")) * silu(z), "o", spec.proj_bias)
+    return (y + v * own.vector("skip")) * silu(z)
 
 
-def _short_conv(x: Tensor, own: _LayerMixer, spec: mixers.ShortConvSpec) -> Tensor:
-    before, after, value = own.linear(x, "in", spec.bias).chunk(3, dim=1)
-    return own.linear(after * own.convolve(before * value, own.vector("conv"), spec.bias), "o", spec.bias)
+def _short_conv(projected: Tensor, own: _LayerMixer, spec: mixers.ShortConvSpec) -> Tensor:
+    before, after, value = projected.chunk(3, dim=1)
+    return after * own.convolve(before * value, own.vector("conv"), spec.bias, activates=False)
 
 
-def _lightning(x: Tensor, own: _LayerMixer, spec: mixers.LightningSpec, layer: int) -> Tensor:
-    qkv = silu(own.linear(x, "qkv"))
-    q, k, v = qkv.view(len(x), spec.num_heads, 3, spec.head_dim).unbind(2)
-    log_decay = -torch.tensor(spec.rates(layer), device=x.device).expand(len(x), -1)
+def _lightning(projected: Projected, own: _LayerMixer, spec: mixers.LightningSpec, layer: int) -> Tensor:
+    qkv = silu(projected["qkv"])
+    q, k, v = qkv.view(len(qkv), spec.num_heads, 3, spec.head_dim).unbind(2)
+    heads = torch.arange(1, spec.num_heads + 1, dtype=torch.float64, device=qkv.device)
+    rates = spec.factor(layer) * torch.exp2(-8 * heads / spec.num_heads)
+    log_decay = -rates.float().expand(len(qkv), -1)
     y = own.norm(own.recur(q, k, v, log_decay, None).flatten(1), "out_norm", spec.norm_eps)
-    return own.linear(y * own.linear(x, "gate").sigmoid(), "o")
+    return y * projected["gate"].sigmoid()
 
 
 def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, state: states.LayerState) -> Tensor:
@@ -167,5 +201,7 @@ def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, stat
     gate = gate.abs().clamp_min(_LEAST_GATE).sqrt() * gate.sign()
     value = gate.sigmoid() * own.linear(embedded, "value")[:, None]
     inputs = normed(value, "conv").flatten(1)
-    convolved = recurrence.convolve(inputs, own.vector("conv"), None, state, ngrams.dilation)
-    return value.flatten(1) + silu(convolved)
+    convolve = weights.operations.convolve
+    return value.flatten(1) + convolve(
+        inputs, own.vector("conv"), None, state, dilation=ngrams.dilation, activates=True
+    )

@@ -169,7 +169,7 @@ class SequencePasses(ABC):
                     hidden = [piece] if last_only else [*hidden, piece]
                     sequence.hidden = piece[-1].clone() if len(piece) > 1 else piece[0]
         except BaseException:
-            _keep_what_is_whole(cache, kept)
+            keep_what_is_whole(cache, kept)
             raise
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
 
@@ -296,7 +296,7 @@ class SequencePasses(ABC):
                 yield
         except BaseException:
             for sequence, kept in zip(sequences, before, strict=True):
-                _keep_what_is_whole(sequence.cache, kept)
+                keep_what_is_whole(sequence.cache, kept)
             raise
         finally:
             for each in rows:
@@ -348,7 +348,7 @@ class SequencePasses(ABC):
         return NgramRows(ngrams, self.weights.ngram_table, tokens, stop - start)
 
 
-def _keep_what_is_whole(cache: KVCache, kept: int) -> None:
+def keep_what_is_whole(cache: KVCache, kept: int) -> None:
     """Cuts a cache back after a failed pass: to `kept` tokens, or none if places or states of these are lost."""
     is_whole = not cache.states and (cache.num_tokens == kept or not cache.is_ring)
     cache.num_tokens = kept if is_whole else 0

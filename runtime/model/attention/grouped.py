@@ -43,21 +43,43 @@ class Grouped(shared.LayerAttention):
             q, gate = (each.flatten(1) for each in q.view(len(x), spec.num_heads, 2, -1).unbind(2))
         q, k, norms = self._normed(q, k)
         if self._temperature is not None:
-            q = q * shared.temperatures(self._temperature, sequences, x.device)
-        if not self._is_rotated:
-            angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
-        sinks, window = self.vector("sinks") if spec.sinks else None, spec.window(self.layer)
-        outputs = []
-        for own in sequences:
-            projected, turns, chosen = (q[own.rows], k[own.rows], v[own.rows]), own.angles(angles), None
-            if spec.indexer is not None:
-                chosen = choose_blocks(x[own.rows], self.weights, spec.indexer, self.layer, own.cache, turns)
-            view = softmax.View(own.cache, spec, window, sinks, chosen)
-            outputs.append(self.weights.operations.attend(projected, norms, turns, self.interleaved, view))
-        mixed = softmax.joined(outputs)
+            q = q * shared.temperatures(self._temperature, self._positions(sequences, x.device))
+        mixed = self._mixed(x, (q, k, v), norms, sequences, angles)
         if gate is not None:
             mixed = mixed * gate.sigmoid()
         return self._projected(self.gated(mixed, x, spec.gate, spec.value_dim), "o")
+
+    # ---- steps that depend on where tokens stand, which a GPU's tokens do otherwise ----------------------------------
+
+    def _positions(self, sequences: layer_cache.Batch[layer_cache.LayerCache], device: torch.device) -> Tensor:
+        return shared.positions_of(sequences, device)
+
+    def _mixed(
+        self,
+        x: Tensor,
+        projected: tuple[Tensor, Tensor, Tensor],
+        norms: operations.HeadNorms | None,
+        sequences: layer_cache.Batch[layer_cache.LayerCache],
+        angles: ropes.Angles,
+    ) -> Tensor:
+        """Returns each query head's output, float32 [T, num_heads * value_dim]; new keys and values enter the caches.
+
+        Args:    x: float32 [T, d], for an indexer.   projected: q, k, v, float32 [T, heads * dim], not rotated.
+        """
+        spec, outputs = self._spec, []
+        if not self._is_rotated:
+            angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
+        sinks, window = self.vector("sinks") if spec.sinks else None, spec.window(self.layer)
+        for own in sequences:
+            q, k, v = (each[own.rows] for each in projected)
+            turns, chosen = own.angles(angles), None
+            if spec.indexer is not None:
+                chosen = choose_blocks(x[own.rows], self.weights, spec.indexer, self.layer, own.cache, turns)
+            view = softmax.View(own.cache, spec, window, sinks, chosen)
+            outputs.append(self.weights.operations.attend((q, k, v), norms, turns, self.interleaved, view))
+        return softmax.joined(outputs)
+
+    # ---- projections ------------------------------------------------------------------------------------------------
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
         return self.linear(x, name, name in self._spec.bias)

@@ -21,7 +21,7 @@ from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
 from moe_pack.runtime.model.compute import softmax
 from moe_pack.runtime.model.compute.weights import Weights
 
-_LATENT, _INDEX = slice(0, 2), slice(2, 3)  # parts of a row of the cache: latent and rotated key; indexer's key
+LATENT, INDEX = slice(0, 2), slice(2, 3)  # parts of a row of the cache: latent and rotated key; indexer's key
 
 
 def cache_shape(spec: parts.LatentSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
@@ -54,14 +54,14 @@ class Latent(shared.LayerAttention):
         q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
         q = torch.cat((q_nope, ropes.rotate(q_rope, angles, self.interleaved)), dim=-1)
         if spec.temperature is not None:
-            q = q * shared.temperatures(spec.temperature, sequences, x.device)
+            q = q * shared.temperatures(spec.temperature, shared.positions_of(sequences, x.device))
         latent, key = torch.split(self.linear(x, "kv_a"), [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         latent = self.norm(latent, "kv_a_norm", spec.lora_norm_eps)
         latent = latent if spec.kv_latent_scale == 1 else latent * spec.kv_latent_scale
         entered = torch.cat((latent, ropes.rotate(key[None], angles, self.interleaved)[0]), dim=-1)
         outputs = []
         for own in sequences:
-            own.cache.enter_parts(entered[own.rows], _LATENT)
+            own.cache.enter_parts(entered[own.rows], LATENT)
             own_latent = None if q_latent is None else q_latent[own.rows]
             seen = self._seen(x[own.rows], own_latent, own.cache, own.angles(angles))
             outputs.append(self._read(q[:, own.rows], own.cache, seen))
@@ -95,7 +95,7 @@ class Latent(shared.LayerAttention):
         if indexer is not None and q_latent is not None:
             norm = self.vector("index_k_norm"), self.vector("index_k_norm_bias")
             k = torch.nn.functional.layer_norm(self.linear(x, "index_k"), (indexer.head_dim,), *norm, indexer.norm_eps)
-            cache.enter_parts(_rotated(k[None], indexer, angles)[0], _INDEX)
+            cache.enter_parts(rotated(k[None], indexer, angles)[0], INDEX)
             cache.chosen.positions = None
             if stop > indexer.top_k:
                 cache.chosen.positions = self._chosen(x, q_latent, indexer, cache, angles, seen)
@@ -117,11 +117,11 @@ class Latent(shared.LayerAttention):
 
         def keys() -> Iterator[Tensor]:
             blocks = cache.blocks(0, stop, softmax.MAX_DECODED_BYTES) if cache.reads_blocks else iter([(0, stop)])
-            return (cache.read_parts(begin, end, _INDEX) for begin, end in blocks)
+            return (cache.read_parts(begin, end, INDEX) for begin, end in blocks)
 
         q = self.linear(q_latent, "index_q").view(len(x), spec.num_heads, -1).transpose(0, 1)
         head_weights = self.linear(x, "index_weights") * (spec.num_heads * spec.head_dim) ** -0.5
-        return shared.largest_scores(_rotated(q, spec, angles), keys, head_weights, spec.top_k, seen)
+        return shared.largest_scores(rotated(q, spec, angles), keys, head_weights, spec.top_k, seen)
 
     # ---- queries read latents ---------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Latent(shared.LayerAttention):
         if cache.reads_blocks:
             return self._read_blocks(q, cache, seen)
         read = self._absorbed if absorbs(q.shape[1], stop, self._spec) else self._expanded
-        return torch.cat(list(read(q, cache.read_parts(0, stop, _LATENT), seen)))
+        return torch.cat(list(read(q, cache.read_parts(0, stop, LATENT), seen)))
 
     def _read_blocks(self, q: Tensor, cache: layer_cache.LayerCache, seen: Tensor | None) -> Tensor:
         spec, (num_heads, num_tokens) = self._spec, q.shape[:2]
@@ -140,7 +140,7 @@ class Latent(shared.LayerAttention):
         mixed_width = rank if is_absorbed else spec.v_head_dim
         running = softmax.RunningSoftmax(num_heads, num_tokens, mixed_width, q.device, self._sinks)
         for begin, end in cache.blocks(0, stop, softmax.MAX_DECODED_BYTES):
-            cached = cache.read_parts(begin, end, _LATENT)
+            cached = cache.read_parts(begin, end, LATENT)
             latent, rope = cached[:, :rank], cached[:, rank:]
             for heads, w_k, w_v in self._up_projections(4 * len(cached) * (width + num_tokens)):
                 if is_absorbed:
@@ -210,5 +210,6 @@ class Latent(shared.LayerAttention):
                 yield softmax.fused_attention(q[heads], keys, values, seen, False, spec.scale, in_half)
 
 
-def _rotated(x: Tensor, spec: parts.IndexerSpec, angles: ropes.Angles) -> Tensor:
+def rotated(x: Tensor, spec: parts.IndexerSpec, angles: ropes.Angles) -> Tensor:
+    """Returns an indexer's queries or keys [heads, T, n], rotated as it says."""
     return (ropes.rotate_last if spec.rotates_last else ropes.rotate)(x, angles, spec.interleaved)

@@ -36,16 +36,15 @@ def is_interleaved(spec: ModelSpec, layer: int) -> bool:
     return rope is not None and rope.interleaved
 
 
-def temperatures(
-    spec: parts.TemperatureSpec, sequences: layer_cache.Batch[layer_cache.LayerCache], device: torch.device
-) -> Tensor:
-    """Returns the factor of each token's queries, float32 [T, 1]."""
-    numbers = [(own.cache.num_tokens, own.rows.stop - own.rows.start) for own in sequences]
-    return softmax.joined([_temperature(spec, start, num_tokens, device) for start, num_tokens in numbers])
+def positions_of(sequences: layer_cache.Batch[layer_cache.LayerCache], device: torch.device) -> Tensor:
+    """Returns the position of each token of a pass, int64 [T]."""
+    ranges = ((own.cache.num_tokens, own.rows.stop - own.rows.start) for own in sequences)
+    return softmax.joined([torch.arange(start, start + number, device=device) for start, number in ranges])
 
 
-def _temperature(spec: parts.TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
-    positions = torch.arange(start, start + num_tokens, device=device)[:, None]
+def temperatures(spec: parts.TemperatureSpec, positions: Tensor) -> Tensor:
+    """Returns the factor of the queries of tokens at positions int64 [T], float32 [T, 1]."""
+    positions = positions[:, None]
     if spec.is_power:
         return torch.exp(spec.slope * torch.log1p((positions + int(spec.is_from_one)).float() / spec.length))
     return 1 + spec.slope * torch.log1p(torch.floor((positions + int(spec.is_from_one)) / spec.length))

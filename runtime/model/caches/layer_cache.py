@@ -1,5 +1,6 @@
 """The cache of a layer with attention: keys and values, an indexer's keys, compressed entries."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -191,18 +192,50 @@ class CacheShape:
 
     def empty(self, places: int, context_tokens: int, chunk_tokens: int, device: torch.device) -> LayerCache:
         """Allocates the cache of a layer for passes of at most `chunk_tokens` tokens."""
-        keys = self.keys.empty(self.heads, places, device)
-        values, index, entries = keys, None, None
-        if self.values is not None:
-            values = self.values.empty(self.heads, places, device)
-        elif self.value_width is not None and not self.keys.is_coded:
-            values = keys[..., : self.value_width]
-        if self.index_width:
-            index = torch.zeros((places, self.index_width), dtype=plain_dtype(self.keys.dtype), device=device)
+        keys, values, index = self._allocated((), places, device)
+        entries, storage = None, (self.keys, self.values or self.keys)
         if self.entries is not None and places:
             entries = self.entries.empty(context_tokens, chunk_tokens, device)
-        storage = self.keys, self.values or self.keys
         return LayerCache(keys, values, 0, index=index, compressed=entries, storage=storage)
+
+    def stacked(self, number: int, places: int, device: torch.device) -> "StackedCache":
+        """Allocates the caches of a layer for so many sequences, without compressed entries."""
+        return StackedCache(*self._allocated((number,), places, device), (self.keys, self.values or self.keys))
+
+    def _allocated(
+        self, stack: tuple[int, ...], places: int, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns keys, values and keys of an indexer, with the dimensions of a stack before their own."""
+
+        def rows(storage: RowStorage) -> Tensor:
+            empty = storage.empty(math.prod(stack) * self.heads, places, device)
+            return empty.view(*stack, self.heads, *empty.shape[1:]) if stack else empty
+
+        keys, index = rows(self.keys), None
+        values = keys if self.values is None else rows(self.values)
+        if self.values is None and self.value_width is not None and not self.keys.is_coded:
+            values = keys[..., : self.value_width]
+        if self.index_width:
+            shape = (*stack, places, self.index_width)
+            index = torch.zeros(shape, dtype=plain_dtype(self.keys.dtype), device=device)
+        return keys, values, index
+
+
+@dataclass(frozen=True, slots=True)
+class StackedCache:
+    """The caches of a layer of several sequences, each a slot: fields as in `LayerCache`, with a leading dimension."""
+
+    keys: Tensor
+    values: Tensor
+    index: Tensor | None
+    storage: tuple[RowStorage, RowStorage]
+
+    def slots(self) -> Iterator[LayerCache]:
+        """Yields the cache of each sequence, which shares this memory."""
+        for slot, keys in enumerate(self.keys):
+            values = keys if self.values is self.keys else self.values[slot]
+            index = None if self.index is None else self.index[slot]
+            yield LayerCache(keys, values, 0, index=index, storage=self.storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ new token overwrites a state, so it can be cut back to one position alone, where
 after each prompt: several continuations, or a dialogue without its earlier thoughts, need not read the prompt again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,17 +36,30 @@ class LayerState:
         self.recurrent.copy_(other.recurrent)
 
 
-class States:
-    """The states of all layers with a mixer or n-grams, and room for a copy; none without a spec."""
+def stacked_states(spec: ModelSpec, number: int, device: torch.device) -> dict[int, LayerState]:
+    """Returns the states of each layer with a mixer for so many sequences, with a leading dimension."""
+    mixer = spec.mixer
+    if mixer is None:
+        return {}
+    shape = tuple((number, *(part or (0,))) for part in mixer.state)
+    return {layer: LayerState(*(torch.zeros(part, device=device) for part in shape)) for layer in mixer.layers}
 
-    def __init__(self, spec: ModelSpec | None, device: torch.device) -> None:
-        mixer, ngrams = (None, None) if spec is None else (spec.mixer, spec.ngrams)
-        self._mixers, self._ngrams = dict[int, LayerState](), dict[int, LayerState]()
-        if mixer is not None:
-            self._mixers = {layer: LayerState.zeros(mixer.state, device) for layer in mixer.layers}
-        if spec is not None and ngrams is not None:
-            shape = ngrams.state(spec.stream_width)
-            self._ngrams = {layer: LayerState.zeros(shape, device) for layer in ngrams.layers}
+
+class States:
+    """The states of all layers with a mixer or n-grams, and room for a copy; none without a spec.
+
+    Args:    mixers: of layers with a mixer; None: they are allocated.
+    """
+
+    def __init__(
+        self, spec: ModelSpec | None, device: torch.device, mixers: Mapping[int, LayerState] | None = None
+    ) -> None:
+        self._mixers, self._ngrams = dict[int, LayerState](mixers or {}), dict[int, LayerState]()
+        if spec is not None and spec.mixer is not None and mixers is None:
+            self._mixers = {layer: LayerState.zeros(spec.mixer.state, device) for layer in spec.mixer.layers}
+        if spec is not None and spec.ngrams is not None:
+            shape = spec.ngrams.state(spec.stream_width)
+            self._ngrams = {layer: LayerState.zeros(shape, device) for layer in spec.ngrams.layers}
         self._states = (*self._mixers.values(), *self._ngrams.values())
         self._copies = tuple(state.copied() for state in self._states)
         self.num_bytes = 2 * sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states)

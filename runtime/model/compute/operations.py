@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from moe_pack.runtime.model.caches import ropes, states
 from moe_pack.runtime.model.compute import router, softmax
 from moe_pack.runtime.model.compute.expert import neuron_of
 from moe_pack.runtime.model.compute.rotation import Rotation, hartley, odd_factor, transform
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.model.compute import recurrence
 
 MAX_DECODED_BYTES = softmax.MAX_DECODED_BYTES  # the most that an operation dequantizes at once
 
@@ -90,11 +94,21 @@ class Operations:
         """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
         return neuron_of(function).h(gate, up)
 
-    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState) -> Tensor:
-        """Returns `recurrence.convolve` of x float32 [T, channels]."""
+    def convolve(
+        self,
+        x: Tensor,
+        kernel: Tensor,
+        bias: Tensor | None,
+        state: states.LayerState,
+        *,
+        dilation: int = 1,
+        activates: bool = False,
+    ) -> Tensor:
+        """Returns `recurrence.convolve` of x float32 [T, channels]; silu of it, if `activates`."""
         from moe_pack.runtime.model.compute import recurrence
 
-        return recurrence.convolve(x, kernel, bias, state)
+        y = recurrence.convolve(x, kernel, bias, state, dilation)
+        return torch.nn.functional.silu(y) if activates else y
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState
@@ -103,6 +117,15 @@ class Operations:
         from moe_pack.runtime.model.compute import recurrence
 
         return recurrence.recur(q, k, v, log_decay, rate, state)
+
+    def recur_gated(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: "recurrence.Gates", state: states.LayerState
+    ) -> Tensor:
+        """Returns `recur` with decays and rates that follow from gates, float32 [T, heads, values]."""
+        from moe_pack.runtime.model.compute import recurrence
+
+        y = self.recur(*recurrence.gated(q, k, v, gates), state)
+        return y if gates.skip is None else y + v * gates.skip[:, None]
 
     def stored_product(self, weight: Tensor) -> Product:
         """Returns the product with a matrix of 16- or 32-bit values, [rows, columns]."""
@@ -213,8 +236,20 @@ class NativeOperations(Operations):
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         return self.kernels.activate(gate, up, function)
 
-    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState) -> Tensor:
-        return self.kernels.convolve(x, kernel, bias, state.conv)
+    def convolve(
+        self,
+        x: Tensor,
+        kernel: Tensor,
+        bias: Tensor | None,
+        state: states.LayerState,
+        *,
+        dilation: int = 1,
+        activates: bool = False,
+    ) -> Tensor:
+        if dilation > 1:  # the kernel lacks it
+            return super().convolve(x, kernel, bias, state, dilation=dilation, activates=activates)
+        y = self.kernels.convolve(x, kernel, bias, state.conv)
+        return torch.nn.functional.silu(y) if activates else y
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState

@@ -16,11 +16,55 @@ Source:  Gated Delta Networks (2412.06464), section 3.3; Mamba-2 (2405.21060), s
          section 3; the recurrences of transformers 5.23, models/qwen3_next and models/kimi_linear.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from moe_pack.formats.parts import mixers
 from moe_pack.runtime.model.caches import states
+
+L2_EPS = 1e-6  # of queries' and keys' lengths; no config names it
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """Numbers of each head from which decays and rates follow: Gated DeltaNet's with `rates`, Mamba-2's without.
+
+        step = max(softplus(steps + dt_bias), least_step)      log_decay = -exp(a_log) step
+        rate = sigmoid(rates)
+
+    With rates, keys and queries are normalized (L2), and queries are scaled by keys^-0.5. Without, values are
+    multiplied by their steps.
+    """
+
+    steps: Tensor  # float32 [T, heads]
+    rates: Tensor | None  # float32 [T, heads]
+    a_log: Tensor  # float32 [heads], as the vectors below
+    dt_bias: Tensor
+    least_step: float = 0.0
+    skip: Tensor | None = None  # times the values as they were, is added to the output
+
+    def of_rows(self, rows: slice) -> "Gates":
+        """Returns the gates of some tokens."""
+        return replace(self, steps=self.steps[rows], rates=None if self.rates is None else self.rates[rows])
+
+
+def gated(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns q, k, v, decays and rates of `recur` for those before gates, as `Gates` says."""
+    step = softplus(gates.steps + gates.dt_bias)
+    if gates.least_step:
+        step = step.clamp(min=gates.least_step)
+    log_decay = -gates.a_log.exp() * step
+    if gates.rates is None:
+        return q, k, v * step[:, :, None], log_decay, None
+    return normalized(q) * q.shape[-1] ** -0.5, normalized(k), v, log_decay, gates.rates.sigmoid()
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Returns x float32 [..., n], divided by the lengths of its vectors."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + L2_EPS)
 
 
 def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState, dilation: int = 1) -> Tensor:
