@@ -1,0 +1,1 @@
+"""Kernels of mixers: layers with states in place of attention."""
