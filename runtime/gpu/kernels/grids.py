@@ -36,7 +36,7 @@ from functools import cache
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.language.target_info import cuda_capability_geq
+from triton.language.target_info import cuda_capability_geq, is_hip
 from triton.runtime.driver import driver
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one program after the other
@@ -57,7 +57,11 @@ class Registers(IntEnum):
 # specifications per compute capability.) All have 65,536 registers, a quarter for each of four schedulers.
 _LIMITS = {80: (64, 32, 164), 86: (48, 16, 100), 89: (48, 24, 100), 90: (64, 32, 228), 100: (64, 32, 228),
            120: (48, 24, 100)}  # fmt: skip
-_SCHEDULERS, _SCHEDULER_REGISTERS = 4, 16384
+# The same of AMD's GPUs, by architecture, and the registers of a scheduler that each thread of a warp shares with the
+# other warps. The driver counts pairs of compute units on gfx11. (ROCm's documentation, accelerator and GPU hardware
+# specifications.) **Untested on a GPU.**
+_AMD_LIMITS = {"gfx9": (32, 16, 64, 512), "gfx11": (64, 32, 128, 1536)}
+_SCHEDULERS, _THREAD_REGISTERS = 4, 512
 _RESERVED_BYTES = 1024  # of shared memory, for each program
 _INTERPRETED_PROGRAMS = 32  # so that an engine's launches are those of a GPU
 
@@ -70,17 +74,21 @@ class Gpu:
     warps: int  # of one, as `programs` and `shared_bytes`
     programs: int
     shared_bytes: int
+    registers: int = _THREAD_REGISTERS  # of one scheduler's resident warps together, for a thread of each
 
     @classmethod
-    def of(cls, capability: int, number: int) -> "Gpu":
-        """Returns the facts of a compute capability, or of the last one known before it."""
-        known = max((each for each in _LIMITS if each <= capability), default=min(_LIMITS))
+    def of(cls, arch: int | str, number: int) -> "Gpu":
+        """Returns the facts of a compute capability, or of the last one known before it; or of AMD's architecture."""
+        if isinstance(arch, str):
+            warps, programs, shared_kib, registers = _AMD_LIMITS["gfx9" if arch.startswith("gfx9") else "gfx11"]
+            return cls(number, warps, programs, shared_kib << 10, registers)
+        known = max((each for each in _LIMITS if each <= arch), default=min(_LIMITS))
         warps, programs, shared_kib = _LIMITS[known]
         return cls(number, warps, programs, shared_kib << 10)
 
     def resident(self, registers: int, num_warps: int, shared_bytes: int = 0) -> int:
         """Returns how many programs one multiprocessor runs at once, at least one."""
-        by_registers = resident_warps(registers) // num_warps
+        by_registers = resident_warps(registers, self.registers) // num_warps
         by_memory = self.shared_bytes // (shared_bytes + _RESERVED_BYTES)
         return max(1, min(by_registers, self.warps // num_warps, self.programs, by_memory))
 
@@ -89,9 +97,9 @@ class Gpu:
         return self.number * self.resident(registers, num_warps, shared_bytes)
 
 
-def resident_warps(registers: int) -> int:
+def resident_warps(registers: int, of_thread: int = _THREAD_REGISTERS) -> int:
     """Returns how many warps a multiprocessor has registers for; it hands them out by eights to a thread."""
-    return _SCHEDULERS * (_SCHEDULER_REGISTERS // (32 * (-(-registers // 8) * 8)))
+    return _SCHEDULERS * (of_thread // (-(-registers // 8) * 8))
 
 
 def wave(registers: int, num_warps: int, shared_bytes: int = 0) -> int:
@@ -105,6 +113,11 @@ def wave(registers: int, num_warps: int, shared_bytes: int = 0) -> int:
 def _current(device: int) -> Gpu:
     number = driver.active.utils.get_device_properties(device)["multiprocessor_count"]
     return Gpu.of(driver.active.get_current_target().arch, number)
+
+
+def warp_threads() -> int:
+    """Returns the threads of a warp of the current GPU: 64 on some of AMD's."""
+    return 32 if INTERPRETED else int(driver.active.get_current_target().warp_size)
 
 
 ENABLED = True  # False: all launches start after the end of the one before
@@ -127,13 +140,28 @@ def chained(is_chain: bool = True) -> Iterator[None]:
         _is_chained = before
 
 
-def launch_options() -> dict[str, bool]:
-    """Returns the options of a launch of a kernel that calls `wait_for_earlier`."""
-    return {"launch_pdl": True} if _is_chained else {}
+def launch_options(most_registers: int | None = None) -> dict[str, int]:
+    """Returns the options of a launch of a kernel that calls `wait_for_earlier`.
+
+    Args:    most_registers: of a thread, where the compiler takes such a number; ROCm's does not.
+    """
+    options: dict[str, int] = {"launch_pdl": True} if _is_chained else {}
+    if most_registers is None or (not INTERPRETED and is_hip()):
+        return options
+    return {**options, "maxnreg": most_registers}
+
+
+@triton.constexpr_function
+def dot_precision() -> str:
+    """Returns how tensor cores multiply float32: as three products, or on AMD's GPUs as it is."""
+    return "ieee" if not INTERPRETED and is_hip() else "tf32x3"
 
 
 def _is_supported() -> bool:
-    return INTERPRETED or int(driver.active.get_current_target().arch) >= _LEAST_CAPABILITY
+    if INTERPRETED:
+        return True
+    target = driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= _LEAST_CAPABILITY)
 
 
 @triton.jit

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from moe_pack.formats import NeuronFunction
 from moe_pack.runtime.gpu.kernels import halves
-from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, Norm, act, factor
+from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, Norm, act, count_tokens, factor, token_of
 from moe_pack.runtime.gpu.kernels.grids import Registers, launch_options, wait_for_earlier, wave
 from moe_pack.runtime.gpu.kernels.products import (
     add_part,
     dot_loaded,
-    dot_part,
     has_two_planes,
     load_normed_part,
     load_part,
+    load_part_scales,
     load_rows,
     load_x_part,
     store_part,
     zero_part,
 )
-from moe_pack.runtime.gpu.kernels.rows import TRELLIS, RowPart, Tile, dot_tile, lookup_for, sum_tile
+from moe_pack.runtime.gpu.kernels.rows import TRELLIS, RowPart, Tile, dot_tile, lookup_for, loop_range, sum_tile
 
 
 def gemm(
@@ -61,6 +61,7 @@ class RowBytes(NamedTuple):
     units: int  # the bytes of a row, divided by 16
 
 
+MOST_TOKENS = 8  # that `gemv` multiplies faster than `gemm`
 MOST_BLOCKS = 8  # of rows that a program multiplies one after the other, so that it reads x once for all
 
 
@@ -91,10 +92,10 @@ class StoredRows(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix that multiplies a vector: `out = matrix @ x + bias`."""
+    """A matrix that multiplies a few vectors: `out = matrix @ x + bias`."""
 
     matrix: StoredRows  # [n, d]
-    out: Tensor  # float32 [n], overwritten
+    out: Tensor  # float32 [n] or [T, n], overwritten
     bias: Tensor | None = None  # float32 [n]
 
 
@@ -107,9 +108,11 @@ def gemv(
     residual: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Writes a matrix times a vector: `out = residual + scale * (matrix @ x + bias)`.
+    """Writes a matrix times a few vectors: `out = residual + scale * (matrix @ x + bias)`.
 
-    Args:    x: float32 [d].   matrix: [n, d].   out: float32 [n]; may be `residual`.   bias, residual: float32 [n].
+    A program reads its rows once for all vectors; the bits of a product do not depend on the other vectors.
+    Args:    x: float32 [d] or [T, d], contiguous.   matrix: [n, d].   out: float32 [n] or [T, n]; may be `residual`.
+             bias: float32 [n].   residual: as out.
     """
     _launch_gemv(x, None, [Product(matrix, out, bias)], residual, scale)
 
@@ -118,10 +121,10 @@ _AT_ONCE = 3  # matrices of one launch: queries, keys and values
 
 
 def normed_gemv(x: Tensor, norm: Norm, products: Sequence[Product]) -> None:
-    """Writes matrices times a vector that is normalized first; one launch for up to three matrices of one format.
+    """Writes matrices times vectors that are normalized first; one launch for up to three matrices of one format.
 
     Each program normalizes x for itself: x is read from the cache, and a launch is saved.
-    Args:    x: float32 [d], which no `out` may be.   products: of matrices [n, d], each with its own n.
+    Args:    x: float32 [d] or [T, d], which no `out` may be.   products: of matrices [n, d], each with its own n.
     """
     alike: dict[object, list[Product]] = {}
     for product in products:
@@ -137,21 +140,23 @@ def _launch_gemv(
     part, tile = products[0].matrix.part, dot_tile((products[0].matrix.part,))
     assert norm is None or part.bias < 0, "a norm's factor multiplies the products, and no bias"
     targets = tuple(_Target(matrix.raw, out, bias) for matrix, out, bias in products)
-    nums = [len(out) for _, out, _ in products]
+    nums = [out.shape[-1] for _, out, _ in products]
+    num_tokens = count_tokens(x)
     registers = Registers.ROWS if part.group else Registers.PLAIN_ROWS
     blocks = _Blocks(tile.rows, num_blocks(sum(nums), tile, registers), norm is not None)
     n, n_1, n_2 = (*nums, 0, 0)[:_AT_ONCE]
     programs = sum(triton.cdiv(n, blocks.rows * blocks.number) for n in nums)
     _gemv[(programs,)](
-        x, norm, targets, n, n_1, n_2, _Ending(residual, scale), lookup_for(x.device, part),
-        products[0].matrix.row_units, _Gemv(part, blocks, len(nums)), num_warps=tile.num_warps, enable_fp_fusion=True,
-        **launch_options(),
+        x, norm, targets, n, n_1, n_2, _Ending(residual, scale, num_tokens), lookup_for(x.device, part),
+        products[0].matrix.row_units, _Gemv(part, blocks, len(nums), targets[0].bias is not None, num_tokens > 1),
+        num_warps=tile.num_warps, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
 class _Ending(NamedTuple):
     residual: Tensor | None
     scale: float
+    num_tokens: int
 
 
 class _Target(NamedTuple):
@@ -185,20 +190,21 @@ def gated(
 ) -> None:
     """Writes the neurons of a dense expert: `weight * act(gate @ x) * factor(up @ x)`, or act(up @ x) without a gate.
 
-    Args:    x: float32 [d], which is normalized first if there is a norm.   gate, up: [f, d].   out: float32 [f].
-             weight: float32 [1], 1 if it is None.
+    Args:    x: float32 [d] or [T, d], which is normalized first if there is a norm.   gate, up: [f, d].
+             out: float32 [f] or [T, f].   weight: float32 [T], 1 if it is None.
     """
     parts = (up.part,) if gate is None else (gate.part, up.part)
-    tile, f, lookup = dot_tile(parts), len(out), lookup_for(x.device, *parts)
+    tile, f, lookup = dot_tile(parts), out.shape[-1], lookup_for(x.device, *parts)
     assert norm is None or max(part.bias for part in parts) < 0, "a norm's factor multiplies the products, and no bias"
     # Both matrices' codes are loaded at once: with as many rows of a trellis or of two planes, registers spill.
     has_much = lookup is not None or any(map(has_two_planes, parts))
     tile = Tile(max(1, tile.rows // len(parts)) if has_much else tile.rows, tile.num_warps)
     registers = Registers.ROWS if any(part.group for part in parts) else Registers.PLAIN_ROWS
     blocks = _Blocks(tile.rows, num_blocks(f, tile, registers), norm is not None)
-    how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks)
+    num_tokens = count_tokens(x)
+    how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks, num_tokens > 1)
     _gated[(triton.cdiv(f, blocks.rows * blocks.number),)](
-        x, norm, None if gate is None else gate.in_memory, up.in_memory, weight, out, lookup, f, how,
+        x, norm, None if gate is None else gate.in_memory, up.in_memory, weight, out, lookup, f, num_tokens, how,
         num_warps=tile.num_warps, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
@@ -207,6 +213,8 @@ class _Gemv(NamedTuple):
     part: RowPart
     blocks: _Blocks
     num_matrices: int
+    has_bias: bool
+    has_several: bool  # vectors
 
 
 class _Gated(NamedTuple):
@@ -214,13 +222,17 @@ class _Gated(NamedTuple):
     up: RowPart
     function: int
     blocks: _Blocks
+    has_several: bool  # vectors
 
 
-def gather_row(matrix: StoredRows, row_id: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """Writes the row of number `row_id`, int32 [1], times `scale`, to `out` float32 [d]: the embedding of a token."""
-    part = matrix.part
-    _gather_row[(1,)](
-        matrix.in_memory, row_id, out, lookup_for(out.device, part), scale, part,
+def gather_row(matrix: StoredRows, ids: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+    """Writes the rows of numbers `ids`, int32 [T], times `scale`, to `out` float32 [T, d]: the embeddings of tokens.
+
+    Args:    out: float32 [T, d], or [d] for one token.
+    """
+    part, num_tokens = matrix.part, count_tokens(out)
+    _gather_row[1, num_tokens](
+        matrix.in_memory, ids, out, lookup_for(out.device, part), scale, part, num_tokens > 1,
         num_warps=sum_tile((part,)).num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -248,23 +260,7 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
     PART: tl.constexpr = HOW.part
     BLOCKS: tl.constexpr = HOW.blocks
     R: tl.constexpr = BLOCKS.rows
-    program = tl.program_id(0)
-    # Finds the matrix whose rows this program multiplies, where several share the launch.
-    rows_ptr, out_ptr, bias_ptr = targets[0]
-    COUNT: tl.constexpr = HOW.num_matrices
-    if COUNT > 1:
-        begin = program * 0
-        end = tl.cdiv(n, R * BLOCKS.number)
-        for number in tl.static_range(1, COUNT):
-            other = n_1 if number == 1 else n_2
-            is_it = program >= end
-            rows_ptr = tl.where(is_it, targets[number].rows, rows_ptr)
-            out_ptr = tl.where(is_it, targets[number].out, out_ptr)
-            if bias_ptr is not None:
-                bias_ptr = tl.where(is_it, targets[number].bias, bias_ptr)
-            n, begin = tl.where(is_it, other, n), tl.where(is_it, end, begin)
-            end += tl.cdiv(other, R * BLOCKS.number)
-        program -= begin
+    rows_ptr, out_ptr, bias_ptr, n, program = _find_target(targets, n, n_1, n_2, tl.program_id(0), HOW)
     # The first block is on its way while x is loaded.
     row = program * (BLOCKS.number * R) + tl.arange(0, R)
     live = row < n
@@ -282,20 +278,79 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
             codes, scales = load_rows(rows_ptr, row.to(tl.int64) * row_units, live, PART)
         else:
             current, current_scales = load_rows(rows_ptr, units, is_row, PART)
-        total = dot_loaded(current, current_scales, x, lookup_ptr, PART)
-        # Ends the product: the norm's factor, the bias, and the hidden state to which it is added.
-        if BLOCKS.has_norm:
-            total *= x_factor
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + at, mask=is_row, other=0.0)
-        total *= ending.scale
-        if ending.residual is not None:
-            total += tl.load(ending.residual + at, mask=is_row, other=0.0)
-        tl.store(out_ptr + at, total, mask=is_row)
+        if HOW.has_several:
+            for token in loop_range(0, ending.num_tokens):
+                # Loads the next token's x before this one's is multiplied.
+                following = tl.where(token + 1 < ending.num_tokens, token + 1, 0)
+                next_x, next_factor = _load_input(x_ptr + following * PART.num_cols, norm, PART, BLOCKS.has_norm)
+                again, _ = _again((current, current_scales), token)
+                total = dot_loaded(again, current_scales, x, lookup_ptr, PART)
+                _end_product(total, x_factor, bias_ptr, ending, out_ptr, at, is_row, token * n, HOW)
+                x, x_factor = next_x, next_factor
+        else:
+            total = dot_loaded(current, current_scales, x, lookup_ptr, PART)
+            _end_product(total, x_factor, bias_ptr, ending, out_ptr, at, is_row, 0, HOW)
 
 
-@triton.jit(do_not_specialize=["f"])
-def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, HOW: tl.constexpr):
+@triton.jit
+def _again(rows, token):
+    """Returns loaded rows as they are, for a compiler that has to decode them for every token.
+
+    It would decode them before the loop over tokens, and not have registers for all values.
+    """
+    codes, scales = rows
+    zero = token >> 30  # which the compiler does not know
+    if len(codes) == 1:
+        again = (codes[0] | zero,)
+    elif len(codes) == 2:
+        again = (codes[0] | zero, codes[1] | zero)
+    else:  # of a trellis
+        again = (codes[0] | zero, codes[1] | zero, codes[2], codes[3])
+    return again, scales
+
+
+@triton.jit
+def _find_target(targets, n, n_1, n_2, program, HOW: tl.constexpr):
+    """Returns the matrix whose rows a program multiplies, its number of rows, and the program's number.
+
+    Without a bias the matrix takes its place, and is not used.
+    """
+    rows_ptr, out_ptr, bias_ptr = targets[0].rows, targets[0].out, targets[0].rows
+    if HOW.has_bias:
+        bias_ptr = targets[0].bias
+    COUNT: tl.constexpr = HOW.num_matrices
+    if COUNT > 1:
+        BLOCK_ROWS: tl.constexpr = HOW.blocks.rows * HOW.blocks.number
+        begin = program * 0
+        end = tl.cdiv(n, BLOCK_ROWS)
+        for number in tl.static_range(1, COUNT):
+            other = n_1 if number == 1 else n_2
+            is_it = program >= end
+            rows_ptr = tl.where(is_it, targets[number].rows, rows_ptr)
+            out_ptr = tl.where(is_it, targets[number].out, out_ptr)
+            if HOW.has_bias:
+                bias_ptr = tl.where(is_it, targets[number].bias, bias_ptr)
+            n, begin = tl.where(is_it, other, n), tl.where(is_it, end, begin)
+            end += tl.cdiv(other, BLOCK_ROWS)
+        program -= begin
+    return rows_ptr, out_ptr, bias_ptr, n, program
+
+
+@triton.jit
+def _end_product(total, factor, bias_ptr, ending, out_ptr, row, is_row, begin, HOW: tl.constexpr):
+    """Writes a token's products of some rows with the norm's factor, the bias, and the hidden state that is added."""
+    if HOW.blocks.has_norm:
+        total *= factor
+    if HOW.has_bias:
+        total += tl.load(bias_ptr + row, mask=is_row, other=0.0)
+    total *= ending.scale
+    if ending.residual is not None:
+        total += tl.load(ending.residual + begin + row, mask=is_row, other=0.0)
+    tl.store(out_ptr + begin + row, total, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["f", "num_tokens"])
+def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, num_tokens, HOW: tl.constexpr):
     GATE: tl.constexpr = HOW.gate
     UP: tl.constexpr = HOW.up
     R: tl.constexpr = HOW.blocks.rows
@@ -323,36 +378,63 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
         if LOADS_AHEAD:
             up_now = up_codes
             up_codes = load_part(up_rows.bytes, row.to(tl.int64) * up_rows.units, live, UP)
-            if GATE is not None:
-                gate_now = gate_codes
-                gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
         else:
             up_now = load_part(up_rows.bytes, units, is_row, UP)
-        u = dot_part(up_rows.bytes, units, is_row, up_now, x, lookup_ptr, UP)
-        if HAS_NORM:
-            u *= x_factor
-        # Makes the neurons: up's product alone, or times the activation of the gate's.
-        if GATE is None:
-            h = act(u, HOW.function)
-        else:
+        up = up_now, load_part_scales(up_rows.bytes, units, is_row, UP)
+        gate = up
+        if GATE is not None:
             units = at.to(tl.int64) * gate_rows.units
-            if not LOADS_AHEAD:
+            if LOADS_AHEAD:
+                gate_now = gate_codes
+                gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
+            else:
                 gate_now = load_part(gate_rows.bytes, units, is_row, GATE)
-            g = dot_part(gate_rows.bytes, units, is_row, gate_now, gate_x, lookup_ptr, GATE)
-            if HAS_NORM:
-                g *= x_factor
-            h = act(g, HOW.function) * factor(u, HOW.function)
-        if weight_ptr is not None:
-            h *= tl.load(weight_ptr)
-        tl.store(out_ptr + at, h, mask=is_row)
+            gate = gate_now, load_part_scales(gate_rows.bytes, units, is_row, GATE)
+        if HOW.has_several:
+            for token in loop_range(0, num_tokens):
+                # Loads the next token's x before this one's is multiplied.
+                following = tl.where(token + 1 < num_tokens, token + 1, 0) * UP.num_cols
+                next_x, next_factor = _load_input(x_ptr + following, norm, UP, HAS_NORM)
+                next_gate_x = next_x
+                if GATE is not None and GATE != UP:
+                    next_gate_x, _ = _load_input(x_ptr + following, norm, GATE, HAS_NORM)
+                h = _neurons(_again(up, token), _again(gate, token), x, gate_x, x_factor, lookup_ptr, HOW)
+                if weight_ptr is not None:
+                    h *= tl.load(weight_ptr + token)
+                tl.store(out_ptr + token * f + at, h, mask=is_row)
+                x, gate_x, x_factor = next_x, next_gate_x, next_factor
+        else:
+            h = _neurons(up, gate, x, gate_x, x_factor, lookup_ptr, HOW)
+            if weight_ptr is not None:
+                h *= tl.load(weight_ptr)
+            tl.store(out_ptr + at, h, mask=is_row)
 
 
 @triton.jit
-def _gather_row(rows, id_ptr, out_ptr, lookup_ptr, scale, PART: tl.constexpr):
+def _neurons(up, gate, x, gate_x, x_factor, lookup_ptr, HOW: tl.constexpr):
+    """Returns neurons of loaded rows: up's product alone, or times the activation of the gate's."""
+    GATE: tl.constexpr = HOW.gate
+    UP: tl.constexpr = HOW.up
+    u = dot_loaded(up[0], up[1], x, lookup_ptr, UP)
+    if HOW.blocks.has_norm:
+        u *= x_factor
+    if GATE is None:
+        h = act(u, HOW.function)
+    else:
+        g = dot_loaded(gate[0], gate[1], gate_x, lookup_ptr, GATE)
+        if HOW.blocks.has_norm:
+            g *= x_factor
+        h = act(g, HOW.function) * factor(u, HOW.function)
+    return h
+
+
+@triton.jit
+def _gather_row(rows, ids_ptr, out_ptr, lookup_ptr, scale, PART: tl.constexpr, HAS_SEVERAL: tl.constexpr):
+    token = token_of(HAS_SEVERAL)
     # A row is added to zeros, which decodes it, and puts each value into its column.
-    units = (tl.load(id_ptr) + tl.zeros([1], tl.int64)) * rows.units
+    units = (tl.load(ids_ptr + token) + tl.zeros([1], tl.int64)) * rows.units
     live = units >= 0
     codes = load_part(rows.bytes, units, live, PART)
     factor = tl.zeros([1], tl.float32) + scale
     sums = add_part(zero_part(PART), rows.bytes, units, live, codes, factor, lookup_ptr, PART)
-    store_part(out_ptr, sums, PART)
+    store_part(out_ptr + token * PART.num_cols, sums, PART)

@@ -1,13 +1,17 @@
-"""The experts of one token: which neurons run, one list of them with the place of each record, and their outputs.
+"""The experts of T tokens: which neurons run, one list of them with the place of each record, and their outputs.
 
 `select` multiplies selectors, applies the threshold, and lists the running neurons of each block. `compact` makes one
 list an expert of those that the GPU computes, and decides which records are pulled and which neurons are left to the
 CPU. `neurons` computes the rest of the listed neurons' products and sums their down rows. Each of P programs takes an
 equal share of a list, and writes a partial sum; `reduce` adds partial sums in a fixed order.
 
-Each takes one launch, whatever kinds of experts a layer has. Programs of all kinds have as many threads; an expert
-whose rows have fewer words takes several rows at a time instead (`products.zero_part`). While a program multiplies some
-rows, the next ones are on their way.
+Each takes one launch, whatever kinds of experts a layer has, and however many tokens. Place `t * k + c` is the c-th of
+token t's k experts. A token's results do not depend on the others: a place has as many programs, with as large a part
+of the work, for any T. Programs of the same part of all places start one after another, so that rows of an expert of
+several tokens are read from memory once, and by the others from the cache.
+
+Programs of all kinds have as many threads; an expert whose rows have fewer words takes several rows at a time instead
+(`products.zero_part`). While a program multiplies some rows, the next ones are on their way.
 """
 
 from typing import Literal, NamedTuple
@@ -64,6 +68,12 @@ def _part(kinds: tuple[_Products, ...], number: int, field: str) -> RowPart | No
     return None if part is None else RowPart(*part)
 
 
+def _token_shape(x: Tensor, num_places: int) -> tuple[int, int] | None:
+    """Returns a token's number of experts and of columns of x; None for one token, whose kernels need neither."""
+    num_tokens = x.numel() // x.shape[-1]
+    return None if num_tokens == 1 else (num_places // num_tokens, x.shape[-1])
+
+
 @triton.constexpr_function
 def _value(kinds: tuple[_Products, ...], number: int, field: str) -> int:
     return int(getattr(_Products(*kinds[number]), field))
@@ -76,8 +86,9 @@ def select(
 
     If no selector is stored, it lists all neurons and sets `a` to 0. If an expert's selector rows are missing (the
     offset of the first is negative), it lists none.
-    Args:    x: float32 [d].   experts: int32 [k].   running: `a`, `blocks` and `counts` are overwritten.
-             selector_units: [k, f], where these experts' selector rows are; `tables.selector_at` if None.
+    Args:    x: float32 [T, d], or [d] for one token; contiguous.   experts: int32 [T * k].   running: `a`, `blocks` and
+             `counts` are overwritten.   selector_units: [T * k, f], where these experts' selector rows are;
+             `tables.selector_at` if None.
     """
     parts = [(_part_in(True, kind.gate), _part_in(True, kind.up)) for kind in tables.kinds]
     tiles = [_select_tile(_stored(*pair), running.block) for pair in parts]
@@ -92,8 +103,8 @@ def select(
     _select_kernel[running.counts.shape[1:]](
         x, experts, tables.pointers._replace(selector_at=tables.record_at if at is None else at), running,
         lookup_for(x.device, *(part for pair in parts for part in pair)), selector_units is not None,
-        tables.record_at.shape[1], running.block, different, which,
-        num_warps=num_warps, maxnreg=_most_registers(parts), enable_fp_fusion=True, **launch_options(),
+        tables.record_at.shape[1], running.block, different, which, _token_shape(x, experts.numel()),
+        num_warps=num_warps, enable_fp_fusion=True, **launch_options(_most_registers(parts)),
     )  # fmt: skip
 
 
@@ -180,9 +191,12 @@ def _select_kernel(
     BLOCK: tl.constexpr,
     KINDS: tl.constexpr,
     WHICH: tl.constexpr,
+    TOKEN: tl.constexpr,
 ):
-    # A program takes a block of the neurons of one of the token's experts.
+    # A program takes a block of the neurons of one of a token's experts.
     place, block = tl.program_id(0), tl.program_id(1)
+    if TOKEN is not None:
+        x_ptr += place // TOKEN[0] * TOKEN[1]
     wait_for_earlier()
     expert = tl.load(experts_ptr + place)
     selector_at_ptr = tables.selector_at + (place if BY_PLACE else expert) * F
@@ -289,6 +303,7 @@ def compact(
     is_split: bool,
     whole_records: float = 0.0,
     by_expert: bool = False,
+    num_tokens: int = 1,
 ) -> None:
     """Lists the neurons that the GPU computes with their records, and those that it leaves to the CPU.
 
@@ -305,20 +320,23 @@ def compact(
       first, and the CPU the last. The CPU begins with the w whole experts. A record costs its bytes, divided by `share`
       on the link, by 1 - `share` on the CPU. Source: Importance-Driven Expert Scheduling, Algorithm 2, for a batch of
       one token, in the router's order, best first.
-    Args:    experts: int32 [k].   running: from `select`; `neurons`, `units` and `totals` are overwritten.
+    Experts of several tokens lack no row.
+    Args:    experts: int32 [T * k].   running: from `select`; `neurons`, `units` and `totals` are overwritten.
              share: float32 [1] on the device, 0 to 1, of all work of the CPU; if `by_expert`, the link's rate divided
-             by both rates; not read if not `is_split`.
+             by both rates; not read if not `is_split`.   num_tokens: T.
     """
-    k, num_blocks = running.counts.shape[1:]
+    num_places, num_blocks = running.counts.shape[1:]
     f, num_slots = tables.record_at.shape[1], landing.slots.shape[1]
+    assert num_tokens == 1 or not is_split, "several tokens lack nothing"
     assert is_split or num_slots + landing.num_scratch >= f, "there is memory for every record"
     has_selector = tables.selector_at is not None and is_split
     by_expert = by_expert and is_split
     record_units = tuple(kind.record_units for kind in tables.kinds) if by_expert else ()
+    k = num_places if num_tokens == 1 else 0
     split = _Split(is_split, by_expert, has_selector, record_units, k, num_blocks, f, running.block)
     pointers = tables.pointers if has_selector else tables.pointers._replace(selector_at=tables.record_at)
     slots = landing.slots if num_slots else running.totals  # the address of an empty tensor is 0; no slot is read
-    _compact_kernel[k, num_blocks](
+    _compact_kernel[num_places, num_blocks](
         experts, pointers, running, share, slots, num_slots, landing.scratch_at, landing.num_scratch,
         landing.slot_units, whole_records, *left, split, num_warps=1, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
@@ -329,7 +347,7 @@ class _Split(NamedTuple):
     by_expert: bool
     has_selector: bool
     record_units: tuple[int, ...]  # of each kind, if experts are split one by one
-    k: int
+    k: int  # of one token; 0 for several
     num_blocks: int
     f: int
     block: int
@@ -389,7 +407,10 @@ def _compact_kernel(
     expert = tl.load(experts_ptr + place)
     blocks = tl.arange(0, triton.next_power_of_2(SPLIT.num_blocks))
     is_block = blocks < SPLIT.num_blocks
-    all_missing_ptr = running.counts + SPLIT.k * SPLIT.num_blocks
+    num_places = SPLIT.k
+    if SPLIT.k == 0:
+        num_places = tl.num_programs(0)
+    all_missing_ptr = running.counts + num_places * SPLIT.num_blocks
     counts_ptr = running.counts + place * SPLIT.num_blocks
     counts = tl.load(counts_ptr + blocks, mask=is_block, other=0)
     missing_counts = tl.load(all_missing_ptr + place * SPLIT.num_blocks + blocks, mask=is_block, other=0)
@@ -496,30 +517,41 @@ def neurons(
     """Writes partial sums of listed neurons' outputs: of those whose records are in the arena, or of the pulled ones.
 
     The first partial sum of "here" includes the bias of down, if there is one.
-    Args:    x: float32 [d].   experts: int32 [k].   running: from `compact`; the records are where it says.
-             partials: float32 [k, P, d], overwritten.
+    Args:    x: float32 [T, d], or [d] for one token; contiguous.   experts: int32 [T * k].   running: from `compact`;
+             the records are where it says.   partials: float32 [T * k, P, d], overwritten.
     """
-    k, num_partials, _ = partials.shape
+    num_places, num_partials, _ = partials.shape
     parts = [_summed(kind) for kind in tables.kinds]
     tiles = [_sum_tile(_stored(*trio)) for trio in parts]
     num_warps = _sum_warps(tiles)
     kinds = tuple(
         _products(kind, *trio, tile, num_warps, 64) for kind, trio, tile in zip(tables.kinds, parts, tiles, strict=True)
     )
-    _neurons_kernel[k, num_partials](
+    _neurons_kernel[num_places, num_partials](
         x, experts, tables.pointers, running, partials,
         lookup_for(x.device, *(each for trio in parts for each in trio)),
-        int(part == "pulled"), tables.record_at.shape[1], kinds,
+        int(part == "pulled"), tables.record_at.shape[1], kinds, _token_shape(x, num_places),
         num_warps=num_warps, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=(*PER_LAYER, "is_pulled"))
 def _neurons_kernel(
-    x_ptr, experts_ptr, tables, running, partials_ptr, lookup_ptr, is_pulled, F: tl.constexpr, KINDS: tl.constexpr
+    x_ptr,
+    experts_ptr,
+    tables,
+    running,
+    partials_ptr,
+    lookup_ptr,
+    is_pulled,
+    F: tl.constexpr,
+    KINDS: tl.constexpr,
+    TOKEN: tl.constexpr,
 ):
     # A program takes an equal share of the list: of its first range, or of the second if the pulled ones are summed.
     place, program = tl.program_id(0), tl.program_id(1)
+    if TOKEN is not None:
+        x_ptr += place // TOKEN[0] * TOKEN[1]
     wait_for_earlier()
     expert = tl.load(experts_ptr + place)
     first = tl.load(running.totals + place * 4) * is_pulled

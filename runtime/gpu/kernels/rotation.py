@@ -13,12 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.gpu.kernels.grids import launch_options, wait_for_earlier
+from moe_pack.formats import NeuronFunction
+from moe_pack.runtime.gpu.kernels.elementwise import NORM_WARPS, Norm, activate, norm
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED, launch_options, wait_for_earlier, warp_threads
 from moe_pack.runtime.model import Operations
 from moe_pack.runtime.model.compute.rotation import Rotation, hartley, odd_factor
 
 _VALUES_PER_THREAD = 16  # of a row; with more, registers are spilled
 _MOST_WARPS = 16
+_NORM_VALUES = 256  # of a warp that normalizes
 
 
 def device_matrix(d: int, device: torch.device) -> Tensor:
@@ -53,11 +56,27 @@ def rotate_back(
 
 
 class GpuOperations(Operations):
-    """The operations on a GPU outside of a captured token: plain torch, but rotations, which would be many launches."""
+    """The operations on a GPU outside of a captured token: plain torch, and kernels where that is several launches."""
 
     def __init__(self, attends_in_half: bool = False) -> None:
         self.attends_in_half = attends_in_half
         self._matrices: dict[tuple[int, torch.device], Tensor] = {}
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns `x / rms(x) * weight`, float32 [..., n]; in one launch for x in one piece."""
+        if not (_has_kernels(x) and _has_kernels(weight)):
+            return super().rms_norm(x, weight, eps)
+        out = torch.empty_like(x)
+        norm(x, Norm(weight, None, eps), out, min(NORM_WARPS, max(1, x.shape[-1] // _NORM_VALUES)))
+        return out
+
+    def activate(self, gate: Tensor | None, up: Tensor, function: NeuronFunction) -> Tensor:
+        """Returns h of neurons, float32; in one launch for products in one piece."""
+        if not (_has_kernels(up) and (gate is None or _has_kernels(gate))):
+            return super().activate(gate, up, function)
+        out = torch.empty_like(up)
+        activate(gate, up, function, out)
+        return out
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Returns `R (a * x)`, float32 [T, d]."""
@@ -78,6 +97,11 @@ class GpuOperations(Operations):
         return self._matrices[key]
 
 
+def _has_kernels(x: Tensor) -> bool:
+    """Whether kernels take x: float32 in one piece, where kernels run."""
+    return x.dtype == torch.float32 and x.is_contiguous() and (x.is_cuda or INTERPRETED)
+
+
 def _launch(
     x: Tensor,
     vector: Tensor,
@@ -91,7 +115,7 @@ def _launch(
     d = x.shape[-1]
     m = odd_factor(d)
     size = d // m
-    num_warps = min(max(size // (32 * _VALUES_PER_THREAD), 1), _MOST_WARPS)
+    num_warps = min(max(size // (warp_threads() * _VALUES_PER_THREAD), 1), _MOST_WARPS)
     _rotate_kernel[(x.numel() // d, m)](
         x, vector, matrix, residual, shared, out, scale, m, size, is_scaled_first,
         num_warps=num_warps, enable_fp_fusion=True, **launch_options(),

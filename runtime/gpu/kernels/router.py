@@ -1,7 +1,8 @@
-"""The router of one token, in one launch: the norm that experts get, the router's logits, and the choice of experts.
+"""The router of a few tokens, in one launch: the norm that experts get, the router's logits, and the choice of experts.
 
-Programs compute the logits of some experts each; another one writes the normed hidden state, and another the weight of
-the shared expert, if it has one. The last program to end chooses: a counter in the GPU's memory says which one that is.
+Each token has its programs, which compute the logits of some experts each; another one writes the normed hidden state,
+and another the weight of the shared expert, if it has one. The last program of a token to end chooses: a counter in the
+GPU's memory says which one that is.
 The twins are torch's norms, `linear`, and `runtime.model.compute.router`.
 
 Experts are chosen by keys of 64 bits: the score's order in the upper half, the negated index in the lower half, so that
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.gpu.kernels.elementwise import NORM_WARPS, Norm, normalize
+from moe_pack.runtime.gpu.kernels.elementwise import NORM_WARPS, Norm, count_tokens, normalize, token_of
 from moe_pack.runtime.gpu.kernels.grids import INTERPRETED, launch_options, wait_for_earlier
 from moe_pack.runtime.gpu.kernels.matmul import RowBytes, StoredRows
 from moe_pack.runtime.gpu.kernels.products import dot_part, load_normed_part, load_part
@@ -31,7 +32,7 @@ from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
 from moe_pack.runtime.model.compute.router import least_sum
 
 _SOFTMAX_TOPK, _TOPK_SOFTMAX, _SIGMOID_TOPK, _SPARSEMIXER = (tl.constexpr(kind) for kind in range(4))
-_KINDS = {
+KINDS = {
     "softmax_topk": _SOFTMAX_TOPK.value,
     "topk_softmax": _TOPK_SOFTMAX.value,
     "sigmoid_topk": _SIGMOID_TOPK.value,
@@ -56,30 +57,32 @@ class Router:
 
 
 class Routed(NamedTuple):
-    """The outputs of a router for one token; allocated once, on the device."""
+    """The outputs of a router for T tokens; allocated once, on the device."""
 
-    normed: Tensor  # float32 [d], the experts' input
-    weights: Tensor  # float32 [k]
-    shared_weight: Tensor  # float32 [1], the sigmoid of the shared expert's logit, if it has one
-    logits: Tensor  # float32 [E]
-    num_done: Tensor  # int32 [1], the programs that have ended; 0 between launches
+    normed: Tensor  # float32 [T, d], the experts' input
+    weights: Tensor  # float32 [T, k]
+    shared_weight: Tensor  # float32 [T], the sigmoid of the shared expert's logit, if it has one
+    logits: Tensor  # float32 [T, E]
+    num_done: Tensor  # int32 [T], the programs of a token that have ended; 0 between launches
 
     @classmethod
-    def allocate(cls, hidden_size: int, spec: RouterSpec, device: torch.device) -> "Routed":
-        """Allocates for a token of one layer after another."""
-        hidden, weights, shared, logits = (
-            torch.zeros(size, device=device) for size in (hidden_size, spec.num_experts_per_tok, 1, spec.num_experts)
+    def allocate(cls, hidden_size: int, spec: RouterSpec, device: torch.device, num_tokens: int = 1) -> "Routed":
+        """Allocates for tokens of one layer after another."""
+        hidden, weights, logits = (
+            torch.zeros((num_tokens, size), device=device)
+            for size in (hidden_size, spec.num_experts_per_tok, spec.num_experts)
         )
-        return cls(hidden, weights, shared, logits, torch.zeros(1, dtype=torch.int32, device=device))
+        num_done = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        return cls(hidden, weights, torch.zeros(num_tokens, device=device), logits, num_done)
 
 
 class ChangedChoice(NamedTuple):
     """The reason why other experts run than a router chooses, which changes the answer."""
 
-    predicted: Tensor | None  # int32 [k or more], of which the first k run; None: the router chooses
+    predicted: Tensor | None  # int32 [T, k or more], of which the first k run; None: the router chooses
     is_resident: Tensor | None  # int32 [E], 0 for experts that others may replace; None: no expert is replaced
     alpha: float  # from 0 to 1, as in `substitute`
-    num_changed: Tensor  # int32 [1], overwritten: experts that run and are not the router's
+    num_changed: Tensor  # int32 [T], overwritten: experts that run and are not the router's
 
 
 class _Matrices(NamedTuple):
@@ -105,14 +108,15 @@ class _Choice(NamedTuple):
     scaling: float
     least_sum: float
     far: float  # of SparseMixer's jitter: logits farther from the chosen one, relative to it, do not count
+    num_predicted: int | None  # of a token; None where the router chooses
     is_changed: bool
 
 
 def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: ChangedChoice | None = None) -> None:
-    """Writes one token's normed hidden state, its experts, best first, and their weights.
+    """Writes each token's normed hidden state, its experts, best first, and their weights.
 
-    Args:    x: float32 [d].   experts: int32 [k], overwritten; a substitute is in the place of what it replaces.
-             out: overwritten.
+    Args:    x: float32 [T, d] or [d], contiguous.   experts: int32 [T, k], overwritten; a substitute is in the place of
+             what it replaces.   out: overwritten.
     """
     spec, shared = router.spec, router.shared
     substitutes = changed is not None and changed.is_resident is not None
@@ -121,29 +125,42 @@ def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: Chan
     logits = _Logits(router.rows.part, None if shared is None else shared.part, _BLOCK_ROWS)
     matrices = _Matrices(router.rows.in_memory, None if shared is None else shared.raw, router.logit_bias, router.bias)
     choice = _Choice(
-        _KINDS[spec.kind], spec.num_experts_per_tok, spec.n_group, spec.topk_group, spec.num_experts // spec.n_group,
-        spec.normalize, spec.scaling_factor, least_sum(spec), 2 * spec.jitter, changed is not None,
+        KINDS[spec.kind], spec.num_experts_per_tok, spec.n_group, spec.topk_group, spec.num_experts // spec.n_group,
+        spec.normalize, spec.scaling_factor, least_sum(spec), 2 * spec.jitter,
+        None if changed is None or changed.predicted is None else changed.predicted.shape[-1], changed is not None,
     )  # fmt: skip
     programs = triton.cdiv(spec.num_experts, _BLOCK_ROWS) + (1 if shared is None else 2)
-    _route_kernel[(programs,)](
+    num_tokens = count_tokens(x)
+    _route_kernel[programs, num_tokens](
         x, router.norm, matrices, experts, out, changed, lookup_for(x.device, logits.part, logits.shared), logits,
-        choice, num_warps=NORM_WARPS, enable_fp_fusion=True, **launch_options(),
+        choice, num_tokens > 1, num_warps=NORM_WARPS, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
 def _route_kernel(
-    x_ptr, norm, matrices, experts_ptr, out, changed, lookup_ptr, LOGITS: tl.constexpr, CHOICE: tl.constexpr
+    x_ptr,
+    norm,
+    matrices,
+    experts_ptr,
+    out,
+    changed,
+    lookup_ptr,
+    LOGITS: tl.constexpr,
+    CHOICE: tl.constexpr,
+    HAS_SEVERAL: tl.constexpr,
 ):
     PART: tl.constexpr = LOGITS.part
     SHARED: tl.constexpr = LOGITS.shared
     NUM_EXPERTS: tl.constexpr = CHOICE.num_groups * CHOICE.size
     NUM_BLOCKS: tl.constexpr = tl.cdiv(NUM_EXPERTS, LOGITS.rows)
-    program = tl.program_id(0)
+    program, token = tl.program_id(0), token_of(HAS_SEVERAL)
+    x_ptr += token * PART.num_cols
+    logits_ptr = out.logits + token * NUM_EXPERTS
     # One program writes the experts' input, most compute logits, and the last the shared expert's weight.
     if program == NUM_BLOCKS:
         wait_for_earlier()
-        normalize(x_ptr, norm, out.normed, PART.num_cols)
+        normalize(x_ptr, norm, out.normed + token * PART.num_cols, PART.num_cols)
     elif program < NUM_BLOCKS:
         expert = program * LOGITS.rows + tl.arange(0, LOGITS.rows)
         live = expert < NUM_EXPERTS
@@ -151,17 +168,19 @@ def _route_kernel(
         logits = _products(x_ptr, norm, matrices.rows.bytes, units, live, lookup_ptr, PART)
         if matrices.logit_bias is not None:
             logits += tl.load(matrices.logit_bias + expert, mask=live, other=0.0)
-        tl.store(out.logits + expert, logits, mask=live)
+        tl.store(logits_ptr + expert, logits, mask=live)
     elif SHARED is not None:
         place = tl.arange(0, 1)
         logit = _products(x_ptr, norm, matrices.shared, place.to(tl.int64), place == 0, lookup_ptr, SHARED)
-        tl.store(out.shared_weight + place, 1.0 / (1.0 + tl.exp(-logit)))
-    # The program that ends last sees all logits, and chooses; it sets the counter back for the next launch.
+        tl.store(out.shared_weight + token + place, 1.0 / (1.0 + tl.exp(-logit)))
+    # The token's program that ends last sees all its logits, and chooses; it sets the counter back for the next launch.
     tl.debug_barrier()  # all threads have written
-    num_before = tl.atomic_add(out.num_done, 1, sem="acq_rel", scope="gpu")
+    num_before = tl.atomic_add(out.num_done + token, 1, sem="acq_rel", scope="gpu")
     if num_before == tl.num_programs(0) - 1:
-        tl.store(out.num_done, 0)
-        _choose(matrices.bias, experts_ptr, out, changed, CHOICE)
+        tl.store(out.num_done + token, 0)
+        K: tl.constexpr = CHOICE.k
+        chosen = experts_ptr + token * K, out.weights + token * K
+        _choose(logits_ptr, matrices.bias, chosen, changed, token, CHOICE)
 
 
 @triton.jit
@@ -174,7 +193,7 @@ def _products(x_ptr, norm, rows_ptr, units, live, lookup_ptr, PART: tl.constexpr
 
 
 @triton.jit
-def _choose(bias_ptr, experts_ptr, out, changed, CHOICE: tl.constexpr):
+def _choose(logits_ptr, bias_ptr, chosen_ptrs, changed, token, CHOICE: tl.constexpr):
     """Writes the experts that the logits choose, or others in place of them, and their weights."""
     KIND: tl.constexpr = CHOICE.kind
     K: tl.constexpr = CHOICE.k
@@ -185,7 +204,7 @@ def _choose(bias_ptr, experts_ptr, out, changed, CHOICE: tl.constexpr):
     e = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     index = g * SIZE + e
     mask = (g < NUM_GROUPS) & (e < SIZE)
-    logits = tl.load(out.logits + index, mask=mask, other=-float("inf"))
+    logits = tl.load(logits_ptr + index, mask=mask, other=-float("inf"))
     top, total = 0.0, 1.0
     if KIND == _SOFTMAX_TOPK or (CHOICE.is_changed and changed.is_resident is not None):
         top = tl.max(logits)
@@ -200,34 +219,36 @@ def _choose(bias_ptr, experts_ptr, out, changed, CHOICE: tl.constexpr):
     keys = keys_of(choice, index, mask)
     experts = largest(keys, index, K)
     if CHOICE.is_changed:
-        others = _changed(experts, changed, keys, (logits, top, total), index, mask, CHOICE)
-        tl.store(changed.num_changed, K - _num_common(experts, others, K))
+        others = _changed(experts, changed, token, keys, (logits, top, total), index, mask, CHOICE)
+        tl.store(changed.num_changed + token, K - _num_common(experts, others, K))
         experts = others
     # Weights are those of the experts that run.
     places = tl.arange(0, triton.next_power_of_2(K))
     if KIND == _SPARSEMIXER:
-        weights = _mixer_weights(out.logits, experts, logits, index, mask, CHOICE)
+        weights = _mixer_weights(logits_ptr, experts, logits, index, mask, CHOICE)
     else:
-        chosen = tl.load(out.logits + experts, mask=places < K, other=-float("inf"))
+        chosen = tl.load(logits_ptr + experts, mask=places < K, other=-float("inf"))
         weights = _scores(chosen, top, total, KIND)
     if KIND == _TOPK_SOFTMAX:
         powers = tl.exp(weights - tl.max(weights, 0))
         weights = powers / tl.sum(powers)
     if CHOICE.normalizes:
         weights = weights / (tl.sum(tl.where(places < K, weights, 0.0)) + CHOICE.least_sum)
+    experts_ptr, weights_ptr = chosen_ptrs
     tl.store(experts_ptr + places, experts, mask=places < K)
-    tl.store(out.weights + places, weights * CHOICE.scaling, mask=places < K)
+    tl.store(weights_ptr + places, weights * CHOICE.scaling, mask=places < K)
 
 
 @triton.jit
-def _changed(experts, changed, keys, of_softmax, index, mask, CHOICE: tl.constexpr):
+def _changed(experts, changed, token, keys, of_softmax, index, mask, CHOICE: tl.constexpr):
     """Returns the experts that run in place of those that the router chose: int32 [BLOCK_K]."""
     K: tl.constexpr = CHOICE.k
     if changed.predicted is not None:
         # The first k predicted experts run, in the order of their keys.
         predicted = index < 0  # none
+        predicted_ptr = changed.predicted + token * CHOICE.num_predicted
         for place in tl.static_range(K):
-            predicted = predicted | (index == tl.load(changed.predicted + place))
+            predicted = predicted | (index == tl.load(predicted_ptr + place))
         others = largest(tl.where(predicted, keys, _LEAST), index, K)
     else:
         KIND: tl.constexpr = _SIGMOID_TOPK if CHOICE.kind == _SIGMOID_TOPK else _SOFTMAX_TOPK

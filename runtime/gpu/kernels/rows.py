@@ -33,7 +33,7 @@ from torch import Tensor
 from moe_pack.formats import PartFormat, RowLayout
 from moe_pack.formats.pack.codecs import trellis_hashes, trellis_levels, trellis_refinements
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
-from moe_pack.runtime.gpu.kernels.grids import INTERPRETED, Registers, resident_warps
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED, Registers, resident_warps, warp_threads
 
 ZERO = tl.constexpr(64)  # added to the levels of a table
 _WINDOWS = tl.constexpr(4096)  # of three nibbles
@@ -466,7 +466,7 @@ def ahead_tile(tile: Tile, parts: tuple[RowPart, ...]) -> Tile:
     It has half as many rows, so as many bytes are on their way, and more programs fit; but no fewer than give each
     thread `_thread_words` of every part.
     """
-    least = max(32 * tile.num_warps * _thread_words(part) // part.num_words for part in parts)
+    least = max(warp_threads() * tile.num_warps * _thread_words(part) // part.num_words for part in parts)
     return Tile(max(1, tile.rows // 2, min(tile.rows, least)), tile.num_warps)
 
 
@@ -477,7 +477,7 @@ def has_wide_entries(parts: tuple[RowPart, ...]) -> bool:
 
 def _tile(part: RowPart, rows: int) -> Tile:
     """Returns a tile with so many warps that a thread takes `_thread_words` of a row; more rows if rows are short."""
-    words = 32 * _thread_words(part)  # of a warp
+    words = warp_threads() * _thread_words(part)  # of a warp
     num_warps = max(1, min(8, part.num_words // words))
     if INTERPRETED:  # numpy takes as long for many rows as for one
         return Tile(64, num_warps)

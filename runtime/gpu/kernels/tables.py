@@ -108,16 +108,19 @@ WHOLE = -1  # in `LeftToCpu.counts`: the CPU selects and computes the whole expe
 
 
 class RunningNeurons(NamedTuple):
-    """The running neurons of a token's k experts, and the places of their records; allocated once, on the device."""
+    """The running neurons of T tokens' K = T * k experts, and the places of their records; allocated once.
 
-    a: Tensor  # float32 [k, f], the selector's activations
-    blocks: Tensor  # int32 [k, f]; a block's running neurons stand at its beginning, in ascending order
-    counts: Tensor  # int32 [2, k, blocks], how many run, and how many of these have no record in the arena
-    # int32 [k, f], the neurons that the GPU computes: `totals[:, HERE]` of them, then `totals[:, PULLED]` whose records
+    All tensors are on the device.
+    """
+
+    a: Tensor  # float32 [K, f], the selector's activations
+    blocks: Tensor  # int32 [K, f]; a block's running neurons stand at its beginning, in ascending order
+    counts: Tensor  # int32 [2, K, blocks], how many run, and how many of these have no record in the arena
+    # int32 [K, f], the neurons that the GPU computes: `totals[:, HERE]` of them, then `totals[:, PULLED]` whose records
     # are pulled.
     neurons: Tensor
-    units: Tensor  # [k, f], the offset of each one's record, as the tables have them
-    # int32 [k, 4]; after HERE and PULLED come LEFT, which are left to the CPU, and MISSING, all that have no record in
+    units: Tensor  # [K, f], the offset of each one's record, as the tables have them
+    # int32 [K, 4]; after HERE and PULLED come LEFT, which are left to the CPU, and MISSING, all that have no record in
     # the arena.
     totals: Tensor
     block: int  # neurons of a block
@@ -130,10 +133,13 @@ class RunningNeurons(NamedTuple):
         device: torch.device,
         offsets: torch.dtype = torch.int32,
         num_programs: int | None = None,
+        num_tokens: int = 1,
     ) -> "RunningNeurons":
-        """Allocates for k experts with so many neurons: the fewer there are, the smaller are the blocks.
+        """Allocates for k experts a token with so many neurons: the fewer there are, the smaller are the blocks.
 
-        Args:    num_programs: that `select` has, or more, if blocks are not the smallest; from `select_programs`.
+        Blocks are those of one token, however many there are.
+        Args:    num_programs: that `select` has, or more, for a token, if blocks are not the smallest; from
+                 `select_programs`.
         """
         block = _LARGEST_BLOCK
         least = 2 * wave(Registers.SELECT, _USUAL_WARPS) if num_programs is None else num_programs
@@ -141,20 +147,28 @@ class RunningNeurons(NamedTuple):
             if k * -(-num_rows // (block // 2)) > _MOST_BLOCKS:
                 break
             block //= 2
-        num_blocks = -(-num_rows // block)
+        num_blocks, num_places = -(-num_rows // block), num_tokens * k
 
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(
-            a=torch.zeros((k, num_rows), device=device),
-            blocks=numbers(k, num_rows),
-            counts=numbers(2, k, num_blocks),
-            neurons=numbers(k, num_rows),
-            units=torch.zeros((k, num_rows), dtype=offsets, device=device),
-            totals=numbers(k, 4),
+            a=torch.zeros((num_places, num_rows), device=device),
+            blocks=numbers(num_places, num_rows),
+            counts=numbers(2, num_places, num_blocks),
+            neurons=numbers(num_places, num_rows),
+            units=torch.zeros((num_places, num_rows), dtype=offsets, device=device),
+            totals=numbers(num_places, 4),
             block=block,
         )
+
+    def of_tokens(self, first: int, num_tokens: int, k: int) -> "RunningNeurons":
+        """Returns the part of some tokens, from the `first` on; kernels that take it use no other part."""
+        its = slice(first * k, (first + num_tokens) * k)
+        size = 2 * self.counts.shape[2]
+        counts = self.counts.view(-1)[its.start * size : its.stop * size].view(2, num_tokens * k, size // 2)
+        names = ("a", "blocks", "neurons", "units", "totals")
+        return self._replace(counts=counts, **{name: getattr(self, name)[its] for name in names})
 
 
 class Landing(NamedTuple):
