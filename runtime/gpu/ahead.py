@@ -150,8 +150,8 @@ def settle_keys() -> None:
     if INTERPRETED:
         return
     functions = []
-    for name in sorted(module.name for module in pkgutil.iter_modules(kernels.__path__)):
-        module = importlib.import_module(f"{kernels.__name__}.{name}")
+    for name in sorted(module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")):
+        module = importlib.import_module(name)
         functions += [value for value in vars(module).values() if isinstance(value, JITCallable)]
     for function in functions:
         function.hash, function.used_global_vals = None, {}

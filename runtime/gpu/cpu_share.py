@@ -36,48 +36,67 @@ _LISTED_STEP = 8  # every eighth neuron is listed where the CPU's rate is measur
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """The memory that a token's graph and the CPU share, page-locked; L layers of k experts with f neurons."""
+    """The memory that a graph of T tokens and the CPU share, page-locked; L layers of k experts with f neurons.
 
-    x: Tensor  # float32 [d], the input of a layer's experts
-    weights: Tensor  # float32 [k]
-    experts: Tensor  # int32 [k]
-    y: Tensor  # float32 [d], the sum of what the CPU has computed
-    a: Tensor
-    counts: Tensor  # int32 [turns, L, k], of all of `left`; so are the next two
-    neurons: Tensor  # int32 [turns, L, k, f]
-    pulled_counts: Tensor  # int32 [turns, L, k]
-    left: tuple[tuple[LeftToCpu, ...], ...]  # of each turn and layer
+    Each token has lists of its own for each turn: those of token t and turn u stand at `t * NUM_TURNS + u`, so that the
+    first token's are at `u`.
+    """
+
+    x: Tensor  # float32 [T, d], the input of a layer's experts
+    weights: Tensor  # float32 [T, k]
+    experts: Tensor  # int32 [T, k]
+    y: Tensor  # float32 [T, d], the sum of what the CPU has computed
+    a: Tensor  # float32 [T, k, f]
+    counts: Tensor  # int32 [T * turns, L, k], of all of `left`; so are the next two
+    neurons: Tensor  # int32 [T * turns, L, k, f]
+    pulled_counts: Tensor  # int32 [T * turns, L, k]; the first token alone fills slots
+    left: tuple[tuple[LeftToCpu, ...], ...]  # [T * turns][L]
 
     @classmethod
-    def allocate(cls, pack: Pack, placement: placements.GpuPlacement, is_locked: bool) -> "Exchange":
-        """Allocates the memory, page-locked if a GPU uses it."""
+    def allocate(cls, pack: Pack, placement: placements.GpuPlacement, is_locked: bool, num_rows: int = 1) -> "Exchange":
+        """Allocates the memory of so many tokens, page-locked if a GPU uses it."""
         d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
         num_layers, f = len(placement.num_slots), pack.spec.expert.intermediate_size
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=is_locked)
 
-        a = zeros(k, f, dtype=torch.float32)
-        counts, pulled_counts = (zeros(placements.NUM_TURNS, num_layers, k) for _ in range(2))
-        neurons = zeros(placements.NUM_TURNS, num_layers, k, f)
+        a, num_lists = zeros(num_rows, k, f, dtype=torch.float32), num_rows * placements.NUM_TURNS
+        counts, pulled_counts = (zeros(num_lists, num_layers, k) for _ in range(2))
+        neurons = zeros(num_lists, num_layers, k, f)
         num_landing = placement.num_landing.tolist()
         pulled = zeros(placements.NUM_TURNS, k * sum(num_landing))
         ends = np.cumsum([k * number for number in num_landing])
         left = tuple(
             tuple(
                 LeftToCpu(
-                    counts=counts[turn, l],
-                    neurons=neurons[turn, l],
-                    a=a,
-                    pulled_counts=pulled_counts[turn, l],
-                    pulled=pulled[turn, ends[l] - k * number : ends[l]].view(k, number),
+                    counts=counts[at, l],
+                    neurons=neurons[at, l],
+                    a=a[at // placements.NUM_TURNS],
+                    pulled_counts=pulled_counts[at, l],
+                    # Later tokens have no slots.
+                    pulled=pulled[at % placements.NUM_TURNS, ends[l] - k * number : ends[l]].view(k, number)
+                    if at < placements.NUM_TURNS
+                    else pulled[0, :0].view(k, 0),
                 )
                 for l, number in enumerate(num_landing)
             )
-            for turn in range(placements.NUM_TURNS)
+            for at in range(num_lists)
         )
-        x, y, weights = (zeros(n, dtype=torch.float32) for n in (d, d, k))
-        return cls(x, weights, zeros(k), y, a, counts, neurons, pulled_counts, left)
+        x, y, weights = (zeros(num_rows, n, dtype=torch.float32) for n in (d, d, k))
+        return cls(x, weights, zeros(num_rows, k), y, a, counts, neurons, pulled_counts, left)
+
+    def of_row(self, row: int) -> "Exchange":
+        """Returns the memory of one of the tokens, as that of a graph of one: T is 1."""
+        each = {name: getattr(self, name)[row : row + 1] for name in ("x", "weights", "experts", "y", "a")}
+        turns = slice(row * placements.NUM_TURNS, (row + 1) * placements.NUM_TURNS)
+        return Exchange(
+            **each,
+            counts=self.counts[turns],
+            neurons=self.neurons[turns],
+            pulled_counts=self.pulled_counts[turns],
+            left=self.left[turns],
+        )
 
 
 class PoolShare:
@@ -89,44 +108,49 @@ class PoolShare:
         self, pack: Pack, host: devices.HostArena, kernels: Kernels, exchange: Exchange, calls: devices.HostCalls | None
     ) -> None:
         layers = [host_rows(pack, host, layer_idx) for layer_idx in range(len(pack.layout.experts))]
-        num_layers, (k, f) = len(layers), exchange.a.shape
-        buffers = host_share.HostShareBuffers(
-            x=exchange.x,
-            weights=exchange.weights,
-            experts=exchange.experts,
-            counts=exchange.counts.view(placements.NUM_TURNS * num_layers, k),
-            neurons=exchange.neurons.view(placements.NUM_TURNS * num_layers, k, f),
-            a=exchange.a,
-            y=exchange.y,
-        )
-        self._share = host_share.HostShare(kernels, layers * placements.NUM_TURNS, buffers)
-        self._calls, self._num_layers = calls, num_layers
+        self._calls, self._num_layers = calls, len(layers)
+        self._shares = list[host_share.HostShare]()  # of each token
+        for row in range(len(exchange.x)):
+            its = exchange.of_row(row)
+            buffers = host_share.HostShareBuffers(
+                x=its.x[0],
+                weights=its.weights[0],
+                experts=its.experts[0],
+                counts=its.counts.flatten(0, 1),
+                neurons=its.neurons.flatten(0, 1),
+                a=its.a[0],
+                y=its.y[0],
+            )
+            self._shares.append(host_share.HostShare(kernels, layers * placements.NUM_TURNS, buffers))
 
-    def launch(self, turn: int, layer_idx: int) -> None:
-        """Adds the computation of a layer to torch's current stream; without a GPU computes it at once."""
-        place = turn * self._num_layers + layer_idx
+    def launch(self, turn: int, layer_idx: int, row: int = 0) -> None:
+        """Adds a token's computation of a layer to torch's current stream; without a GPU computes it at once."""
+        share, place = self._shares[row], turn * self._num_layers + layer_idx
         if self._calls is None:
-            self._share.run(place)
+            share.run(place)
         else:
-            self._calls.add(*self._share.function(place))
+            self._calls.add(*share.function(place))
 
     def check(self) -> None:
         """Raises the faults since the last call."""
-        self._share.check()
+        for share in self._shares:
+            share.check()
 
     def busy_seconds(self) -> float:
         """Returns the seconds in which the kernels had work, since the share was opened."""
-        return self._share.counts().busy_ns / 1e9
+        return sum(share.counts().busy_ns for share in self._shares) / 1e9
 
     def close(self) -> None:
         """Frees the calls' arguments; no graph may contain a call any more."""
-        self._share.close()
+        for share in self._shares:
+            share.close()
 
 
 class TierShare:
     """The CPU's own engine computes whole experts, which it reads from the disk into its cache.
 
-    With a GPU a thread computes them, so that the driver's thread, which calls, never needs the interpreter's lock.
+    With a GPU a thread for each token computes them, one after another, so that the driver's thread, which calls, never
+    needs the interpreter's lock.
     """
 
     adds_output = True  # `y` is in the layer's own coordinates
@@ -138,54 +162,56 @@ class TierShare:
         calls: devices.HostCalls | None,
         limit_s: float = _MOST_LAYER_SECONDS,
     ) -> None:
-        self._tier, self._exchange, self._calls = tier, exchange, calls
+        self._tier, self._calls = tier, calls
         self._fault: BaseException | None = None
         self._busy_seconds = 0.0
-        self._counts = exchange.counts.flatten(0, 1)  # [turns * L, k]
+        self._rows = [exchange.of_row(row) for row in range(len(exchange.x))]
         self._num_layers = exchange.counts.shape[1]
-        self._worker = (
-            None if calls is None else host_share.WorkerCalls(self._counts, exchange.y, self._compute, limit_s)
-        )
+        self._workers = list[host_share.WorkerCalls]()  # of each token
+        for row in self._rows if calls is not None else ():
+            given = (row.counts.flatten(0, 1), row.y[0], partial(self._compute, row), limit_s)
+            self._workers.append(host_share.WorkerCalls(*given))
 
-    def launch(self, turn: int, layer_idx: int) -> None:
-        """Adds the computation of a layer to torch's current stream; without a GPU computes it at once."""
+    def launch(self, turn: int, layer_idx: int, row: int = 0) -> None:
+        """Adds a token's computation of a layer to torch's current stream; without a GPU computes it at once."""
         place = turn * self._num_layers + layer_idx
-        if self._worker is None or self._calls is None:
-            self._compute(place)
+        if self._calls is None:
+            self._compute(self._rows[row], place)
         else:
-            self._calls.add(*self._worker.function(place))
+            self._calls.add(*self._workers[row].function(place))
 
     def check(self) -> None:
         """Raises the first fault since the last call."""
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
-        if self._worker is not None and (place := self._worker.take_unanswered()) is not None:
-            raise RunError(
-                f"MoE layer {place % self._num_layers}: the GPU waited {self._worker.limit_s:g} s for the CPU, which "
-                "reads the layer's experts from the disk and computes them; use a faster disk, or give more --ram"
-            )
+        for worker in self._workers:
+            if (place := worker.take_unanswered()) is not None:
+                raise RunError(
+                    f"MoE layer {place % self._num_layers}: the GPU waited {worker.limit_s:g} s for the CPU, which "
+                    "reads the layer's experts from the disk and computes them; use a faster disk, or give more --ram"
+                )
 
     def busy_seconds(self) -> float:
         """Returns the seconds in which experts were read and computed."""
         return self._busy_seconds
 
     def close(self) -> None:
-        """Ends the thread; no graph may contain a call any more."""
-        if self._worker is not None:
-            self._worker.close()
+        """Ends the threads; no graph may contain a call any more."""
+        for worker in self._workers:
+            worker.close()
 
     @torch.inference_mode()
-    def _compute(self, place: int) -> None:
-        exchange, is_left = self._exchange, self._counts[place] != 0
-        exchange.y.zero_()
+    def _compute(self, row: Exchange, place: int) -> None:
+        """Computes a token's share; `row` has its memory."""
+        is_left = row.counts.flatten(0, 1)[place] != 0
+        row.y.zero_()
         if self._fault is not None or not is_left.any():
             return
         started = time.perf_counter()
         try:
-            experts, weights = exchange.experts[is_left].long()[None], exchange.weights[is_left][None]
-            layer_idx = place % self._num_layers
-            exchange.y.copy_(self._tier.run_experts(layer_idx, exchange.x[None].clone(), experts, weights)[0])
+            experts, weights = row.experts[:, is_left].long(), row.weights[:, is_left]
+            row.y.copy_(self._tier.run_experts(place % self._num_layers, row.x.clone(), experts, weights))
         except BaseException as fault:  # `check` raises it
             self._fault = fault
         self._busy_seconds += time.perf_counter() - started
@@ -196,7 +222,11 @@ CpuShare: TypeAlias = PoolShare | TierShare
 
 def host_rows(pack: Pack, host: devices.HostArena, layer_idx: int) -> list[ExpertRows]:
     """Returns a layer's experts in host memory as the kernels take them."""
-    selector, function, thresholds = pack.manifest.selector, pack.spec.expert.function, pack.thresholds[layer_idx]
+    selector, function, thresholds = (
+        pack.manifest.selector,
+        pack.spec.expert_function(layer_idx),
+        pack.thresholds[layer_idx],
+    )
     return [
         extent_rows(layout, selector, function, float(threshold), host.extent(layer_idx, e, layout.num_bytes).numpy())
         for e, (layout, threshold) in enumerate(zip(pack.layout.experts[layer_idx], thresholds, strict=True))

@@ -81,6 +81,7 @@ class GpuCosts:
     kv_dtype: KvDtype = "bf16"  # of the key-value cache
     # The driver charges it to a process that has allocated nothing yet; measured if there is a GPU.
     overhead_bytes: int = _OVERHEAD_BYTES
+    sequences: budgets.Sequences = budgets.ONE_SEQUENCE  # that run at once
 
 
 PLANNED_COSTS = GpuCosts()
@@ -91,8 +92,14 @@ def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts =
     dense, spec = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec
     least, whole = placements.least_placement(layout, "split"), placements.place_experts(layout, sys.maxsize, "split")
 
+    sequences = costs.sequences
+
     def fixed(chunk_tokens: int) -> budgets.FixedParts:
         cache = cache_bytes(spec, context_tokens, chunk_tokens, costs.kv_dtype)
+        if sequences.checkpoints:
+            each = budgets.checkpoint_bytes(spec, context_tokens, chunk_tokens, costs.kv_dtype)
+            cache += sequences.checkpoints * each
+        cache *= sequences.number
         workspace = budgets.workspace_bytes(spec, chunk_tokens, LOGITS_AT_ONCE, has_kernels=False)
         division = Slicing.for_passes(layout, chunk_tokens, EXACT_HALVES)
         workspace += division.num_bytes(layout, chunk_tokens, EXACT_HALVES)
@@ -136,6 +143,7 @@ class GpuRequest:
     context_tokens: int
     chunk_tokens: int | None  # of a forward pass of a prompt, at most; None: as many as the budget allows
     cache_dtype: KvDtype  # of keys and values
+    sequences: budgets.Sequences = budgets.ONE_SEQUENCE  # that run at once
 
 
 @dataclass(frozen=True, slots=True)

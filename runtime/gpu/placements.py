@@ -30,6 +30,8 @@ DYNAMIC_SHARE = 0.05
 _LANDING_SHARE, _MOST_LANDING = 0.125, 256
 # Of the slots' memory, if the link brings a share: for pulled records of one layer that do not stay.
 _SCRATCH_SHARE = 0.5
+# Of the slots' memory, at most, if several tokens run at once: for records that one pulls and others use too.
+_KEPT_SHARE = 0.5
 # Of the slots' memory, if experts are predicted: for records that are pulled ahead, of two layers.
 _AHEAD_SHARE = 0.25
 # What a record is worth, where a selector that is read as often is worth 1. If the link pulls missing records, a
@@ -63,6 +65,7 @@ class GpuPlacement:
     num_rows: int
     num_active: int
     num_predicted: int
+    kept_bytes: int = 0  # the end of scratch memory: for pulled records that other tokens of the layer use too
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +89,7 @@ def place_experts(
     is_pulled: bool = False,
     num_predicted: int = 0,
     offset_bytes: int = 4,
+    num_rows: int = 1,
 ) -> GpuPlacement:
     """Divides a GPU's memory for experts between static rows and dynamic memory.
 
@@ -95,10 +99,11 @@ def place_experts(
              runs, in each of H equal slices of an expert's rows; None: all rows are read equally often.   has_link:
              bool [L], layers whose experts a GPU can read in host memory: only these have slots; None: all.
              is_pulled: whether the link brings some of a token's missing records.   num_predicted: experts of each
-             layer for which records are pulled ahead.   offset_bytes: from `offset_bytes_for`.
+             layer for which records are pulled ahead.   offset_bytes: from `offset_bytes_for`.   num_rows: tokens that
+             run at once, at most; with several, memory that slots would have keeps pulled records for a layer.
     Raises:  RunError if the dynamic memory does not fit; it says what is needed.
     """
-    sizes = _Sizes.of(layout, misses, has_link, num_predicted, is_pulled, offset_bytes)
+    sizes = _Sizes.of(layout, misses, has_link, num_predicted, is_pulled, offset_bytes, num_rows > 1)
     whole = sizes.whole()
     if whole.num_bytes <= expert_bytes:
         return whole
@@ -204,6 +209,7 @@ class _Sizes:
     num_predicted: int
     is_pulled: bool
     offset_bytes: int
+    has_many: bool  # tokens at once
     extra_bytes: int
 
     @classmethod
@@ -215,12 +221,13 @@ class _Sizes:
         num_predicted: int = 0,
         is_pulled: bool = False,
         offset_bytes: int = 4,
+        has_many: bool = False,
     ) -> "_Sizes":
         rows = np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.int64)
         first = layout.experts[0][0]
         num_active = layout.spec.router.num_experts_per_tok
         has_link = np.full(len(rows), misses != "disk") if has_link is None else has_link
-        counts = (first.num_rows, num_active, num_predicted, is_pulled, offset_bytes)
+        counts = (first.num_rows, num_active, num_predicted, is_pulled, offset_bytes, has_many)
         return cls(misses, has_link, rows[:, :, 0], rows[:, :, 1], *counts, first.extra_bytes)
 
     @property
@@ -277,9 +284,13 @@ class _Sizes:
         missing = (self.num_rows - first_dynamic) * self.record_rows
         slot_bytes = self.record_rows.max(axis=1)
         is_missing, num_scratch = missing.any(axis=1), np.full_like(slot_bytes, self.num_rows)
-        scratch_bytes, slots_bytes = 0, dynamic_bytes
+        scratch_bytes, slots_bytes, kept_bytes = 0, dynamic_bytes, 0
         if self.misses == "pull" and dynamic_bytes:
             scratch_bytes = self._scratch_bytes(has_selector, first_dynamic)
+            if self.has_many:
+                most = min(_KEPT_SHARE * (dynamic_bytes - scratch_bytes), self._all_pulled_bytes(first_dynamic))
+                kept_bytes = int(most) // LINE_BYTES * LINE_BYTES
+                scratch_bytes += kept_bytes
         else:
             of_place = self.num_active * slot_bytes
             most = np.minimum(_SCRATCH_SHARE * dynamic_bytes // of_place, self.num_rows).astype(np.int64)
@@ -315,16 +326,25 @@ class _Sizes:
             num_rows=self.num_rows,
             num_active=self.num_active,
             num_predicted=self.num_predicted,
+            kept_bytes=kept_bytes,
         )
 
     def _scratch_bytes(self, has_selector: Array, first_dynamic: Array) -> int:
         """Returns the bytes for the missing rows of a token's experts of one layer, in slots of the largest record."""
-        is_missing = first_dynamic < self.num_rows
-        records = np.where(is_missing, self.record_rows.max(axis=1, keepdims=True) * self.num_rows, 0)
         selectors = np.where(has_selector, 0, self.selector_rows.max(axis=1, keepdims=True) * self.num_rows)
         # Any expert may stand at any place of a token, so that each place has memory for the largest.
-        of_place = records.max(axis=1) + selectors.max(axis=1)
+        of_place = self._most_missing(first_dynamic) + selectors.max(axis=1)
         return int(-(-self.num_active * of_place.max() // LINE_BYTES) * LINE_BYTES)
+
+    def _all_pulled_bytes(self, first_dynamic: Array) -> int:
+        """Returns the bytes for the missing records of a token's experts of one layer."""
+        return int(self.num_active * self._most_missing(first_dynamic).max())
+
+    def _most_missing(self, first_dynamic: Array) -> Array:
+        """Returns the bytes of each layer for the records of an expert that lacks some, in slots of the largest."""
+        is_missing = (first_dynamic < self.num_rows).any(axis=1)
+        most: Array = np.where(is_missing, self.record_rows.max(axis=1) * self.num_rows, 0)
+        return most
 
 
 def _row_bytes(expert: formats.ExpertLayout) -> tuple[int, int]:

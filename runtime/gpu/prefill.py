@@ -23,8 +23,9 @@ from moe_pack.runtime import model
 from moe_pack.runtime.gpu import devices, fit
 from moe_pack.runtime.gpu.cpu_share import PromptShare
 from moe_pack.runtime.gpu.kernels import grouped, halves
-from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
+from moe_pack.runtime.gpu.kernels.mixers.recurrence import TokenOperations
 from moe_pack.runtime.gpu.weights import DeviceMatrix, ExpertMemory
+from moe_pack.runtime.model import layers
 from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 from moe_pack.runtime.offload import ExpertKey
 
@@ -189,7 +190,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         # int64 [L, E]: on the device, in how many passes an expert had tokens; its size, in host memory.
         self._num_passes = torch.zeros((len(memory.kinds), num_experts), dtype=torch.int64, device=device)
         self._sizes = torch.tensor([[expert.num_bytes for expert in layer] for layer in pack.layout.experts])
-        super().__init__(pack, device, GpuOperations(attends_in_half=is_fast))
+        super().__init__(pack, device, TokenOperations(attends_in_half=is_fast))
 
     @property
     def bytes_read(self) -> int:
@@ -217,6 +218,8 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         partial_state: model.PartialState | None = None,
     ) -> Tensor:
         """Returns the weighted sum of a layer's routed experts [T, k] for tokens x float32 [T, d]."""
+        given, given_weights = x, router_weights  # as the CPU's own engine takes them
+        x, router_weights = layers.expert_inputs(x, router_weights, self, layer_idx)
         inputs = to_experts(x, self, layer_idx)
         rounded = halves.Halves.allocate(self._num_halves, len(x), x.shape[1], self._device)
         halves.round_rows(inputs.contiguous(), rounded)
@@ -233,8 +236,8 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
                 if self._tier is None:
                     on_cpu = self._start_on_cpu(layer_idx, inputs, experts.cpu(), router_weights.cpu(), pass_.on_cpu)
                 else:
-                    given = (x, experts.cpu(), router_weights.cpu(), pass_.on_cpu)
-                    others = self._run_by_tier(self._tier, layer_idx, *given)
+                    routed = (experts.cpu(), given_weights.cpu(), pass_.on_cpu)
+                    others = self._run_by_tier(self._tier, layer_idx, given, *routed)
             pairs = self._pairs(layer_idx, experts, self._there(np.array(pass_.order, np.int32)))
             self._run(layer_idx, pairs, 0, len(pass_.static), rounded, memory)
             self._stream_and_run(layer_idx, pairs, pass_, rounded, memory)

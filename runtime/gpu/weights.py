@@ -55,12 +55,21 @@ class DeviceMatrix(matrices.InMemoryMatrix):
 
     def product(self, x: Tensor) -> Tensor:
         """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
+        if self._rows.rows.shape[1] * self._rows.rows.element_size() % 16:  # kernels load 16 bytes at a time
+            return self._plain.product(x)
         out = torch.empty((len(x), self.num_rows), device=x.device)
-        if len(x) == 1:
-            matmul.gemv(x[0].contiguous(), self._rows, out[0])
+        if len(x) <= matmul.MOST_TOKENS:
+            matmul.gemv(x.contiguous(), self._rows, out)
         else:
             matmul.gemm(x.contiguous(), self._rows, out, self._scratch, self._num_halves)
         return out
+
+
+def stored(weights: model.Weights, role: str) -> matmul.StoredRows:
+    """Returns a dense matrix as it is stored on the device."""
+    matrix = weights.matrix(role)
+    assert isinstance(matrix, DeviceMatrix), "weights of a GPU"
+    return matrix.stored
 
 
 def down_biases(pack: formats.Pack, layer_idx: int) -> Tensor | None:
@@ -125,8 +134,8 @@ class ExpertMemory:
             for l in range(num_layers)
         )
         self.kinds: tuple[tuple[tables.ExpertKind, ...], ...] = tuple(
-            tuple(tables.kind_of(e, pack.manifest.selector, pack.spec.expert.function) for e in layer)
-            for layer in pack.layout.experts
+            tuple(tables.kind_of(e, pack.manifest.selector, pack.spec.expert_function(l)) for e in layer)
+            for l, layer in enumerate(pack.layout.experts)
         )
 
     def close(self) -> None:
@@ -190,7 +199,7 @@ def _tables(
         record_at=record_at,
         kind=memory.put(torch.tensor([kinds.index(layout) for layout in layouts], dtype=torch.int32)),
         thresholds=memory.put(torch.from_numpy(pack.thresholds[l].copy())),
-        kinds=tuple(tables.kind_of(layout, pack.manifest.selector, pack.spec.expert.function) for layout in kinds),
+        kinds=tuple(tables.kind_of(layout, pack.manifest.selector, pack.spec.expert_function(l)) for layout in kinds),
         down_bias=None if biases is None else memory.put(biases),
     )
 

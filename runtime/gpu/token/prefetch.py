@@ -23,7 +23,7 @@ from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate
 from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows, Landing, LeftToCpu, RunningNeurons
 from moe_pack.runtime.gpu.prefill import GpuWeights
-from moe_pack.runtime.gpu.token_layers import TokenLayers
+from moe_pack.runtime.gpu.token.layers import TokenLayers
 from moe_pack.runtime.offload import prefetch
 from moe_pack.runtime.offload.paths import PATH_MEMORY
 

@@ -5,7 +5,7 @@ before lacked (`MovingSlots`, with `residency`). Importing this needs Triton.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from statistics import median
@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.runtime.gpu import devices, fit, token_step
+from moe_pack.runtime.gpu import devices, fit
 from moe_pack.runtime.gpu.kernels import tables
 from moe_pack.runtime.gpu.kernels.pull import bring
 from moe_pack.runtime.gpu.placements import NUM_TURNS
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
-from moe_pack.runtime.gpu.token_layers import TokenLayers
+from moe_pack.runtime.gpu.token import step as token_step
+from moe_pack.runtime.gpu.token.layers import LayerBuffers, TokenLayers
+from moe_pack.runtime.gpu.token.rows import TokenCaches
 from moe_pack.runtime.gpu.weights import ExpertMemory
-from moe_pack.runtime.model import Decoder, caches, kv_cache
+from moe_pack.runtime.model import Decoder, caches, kv_cache, passes
 from moe_pack.runtime.model.compute.router import expert_scores
 from moe_pack.runtime.offload.split import fastest_share
 
@@ -111,7 +113,8 @@ class MovingSlots(Slots):
     def between_tokens(self, last: int, begin: devices.Mark, token_seconds: float) -> None:
         """Enters arrived records, promotes missing ones, and writes the table's changes."""
         residency, exchange, step = self.residency, self._inputs.exchange, self._step
-        experts = step.routes[last].numpy()
+        # Of a pass of several rows the first one decides: it alone fills slots.
+        experts = step.routes[last][:, 0].numpy()
         if self._undecided:
             pulled = [left.pulled for left in exchange.left[last]]
             residency.pulled(last, experts, exchange.pulled_counts[last].numpy(), lambda l: pulled[l].numpy())
@@ -121,7 +124,7 @@ class MovingSlots(Slots):
             counts, neurons = exchange.counts[last].numpy(), exchange.neurons[last].numpy()
             scores = None
             if self._inputs.needs_scores:
-                scores = expert_scores(step.router_logits[last], step.spec.router).numpy()
+                scores = expert_scores(step.router_logits[last][:, 0], step.spec.router).numpy()
             routes = TokenRoutes(experts, counts, lambda l, place: neurons[l, place, : counts[l, place]], scores)
             promotions = residency.decide(routes, 0 if self._coming else self._most_promoted(token_seconds))
             if promotions:
@@ -200,23 +203,27 @@ class _TokenCounts:
         self._busy_before = self._busy_seconds()
         self._slots.forget_token()
 
-    def add(self, turn: int) -> None:
-        step, totals = self._step, self._step.totals[turn].numpy()
+    def add(self, turn: int, num_rows: int) -> None:
+        step, k = self._step, self._step.spec.router.num_experts_per_tok
+        totals = step.totals[turn][:, : num_rows * k].numpy()
+        routes = step.routes[turn][:, :num_rows].flatten(1).numpy()
         running, left = (
             totals[..., tables.HERE] + totals[..., tables.PULLED] + totals[..., tables.LEFT],
             totals[..., tables.LEFT],
         )
         pulled = totals[..., tables.MISSING] - left
         self._sums[:3] += [int((running - totals[..., tables.MISSING]).sum()), int(pulled.sum()), int(left.sum())]
-        record_bytes = np.take_along_axis(self._record_bytes, step.routes[turn].numpy(), axis=1)
+        record_bytes = np.take_along_axis(self._record_bytes, routes, axis=1)
         self._pulled_bytes += int((pulled * record_bytes).sum())
-        self._sums[3] += int((self._inputs.exchange.counts[turn] < 0).sum())
-        if step.prefetch is not None:
+        for row in range(num_rows):
+            self._sums[3] += int((self._inputs.exchange.of_row(row).counts[turn] < 0).sum())
+        if step.prefetch is not None and num_rows == 1:
             ahead = step.ahead[turn].numpy()  # [L, n, 3]
             self._sums[4:6] += ahead[..., 1:].sum(axis=(0, 1))
             self._pulled_bytes += int((ahead[..., 1] * np.take_along_axis(self._record_bytes, ahead[..., 0], 1)).sum())
-        self._sums[6] += int(step.num_changed[turn].sum())
-        self._num_tokens += 1
+        if num_rows == 1:
+            self._sums[6] += int(step.num_changed[turn].sum())
+        self._num_tokens += num_rows
 
     def result(self) -> fit.GpuCounts:
         resident, pulled, left, whole, ahead, ahead_ran, changed = self._sums.tolist()
@@ -232,9 +239,10 @@ class GpuDecoder(Decoder):
     """A decoder on a GPU, whose logits are in host memory.
 
     Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
-    Args:    residency: decides on the slots; None without slots.   chunk_tokens: of a forward pass of several tokens.
-             cache_dtype: of keys and values.   link_rate: bytes a second that promotions may count on.
-             few_tokens: of a pass, that run one after another.
+    Args:    residency: decides on the slots of experts; None without slots.   chunk_tokens: of a forward pass of many
+             tokens.   cache_dtype: of keys and values.   link_rate: bytes a second that promotions may count on.
+             few_tokens: of a pass, that run one after another.   num_sequences, num_checkpoints: as of `Decoder`.
+             num_rows: the most tokens of a graph, of several sequences or of one.
     """
 
     def __init__(
@@ -248,29 +256,40 @@ class GpuDecoder(Decoder):
         cache_dtype: caches.KvDtype = "f32",
         link_rate: float = float("inf"),
         few_tokens: int = FEW_TOKENS,
+        num_sequences: int = 1,
+        num_checkpoints: int = 0,
+        num_rows: int = 1,
     ) -> None:
-        super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)
+        spec = weights.spec
+        token_caches = TokenCaches(spec, context_tokens, device, cache_dtype, chunk_tokens, num_sequences)
+        sizes = (context_tokens, device, chunk_tokens, cache_dtype, num_sequences, num_checkpoints)
+        super().__init__(weights, *sizes, token_caches.sequences())
+        self._slot_of = {id(sequence): slot for slot, sequence in enumerate(self.sequences)}
         self._is_cuda = device.type == "cuda"
         self._gpu_weights, self._inputs, self._link_rate = weights, inputs, link_rate
-        self._few_tokens = few_tokens
-        self._layers = TokenLayers(weights, self.cache, self._ropes.as_last(context_tokens)[0])
+        self._few_tokens, self._num_rows = few_tokens, num_rows
+        self._buffers = buffers = LayerBuffers.allocate(spec, context_tokens, num_rows, device)
+        angles = self._ropes.as_last(context_tokens)
+        layers = {n: TokenLayers(weights, token_caches, angles, buffers, n) for n in range(1, num_rows + 1)}
         most_changes = 0 if residency is None else residency.most_changes
-        self._step = token_step.TokenStep(weights, self._layers, inputs, _num_sms(device), most_changes)
+        self._step = token_step.TokenStep(weights, layers, inputs, _num_sms(device), most_changes)
         self._slots = Slots()
         if residency is not None:
             self._slots = MovingSlots(residency, weights.memory, self._step, inputs, link_rate)
         self._counts = _TokenCounts(weights.memory, self._step, inputs, self._slots)
-        self._control = torch.zeros(3, dtype=torch.int32, pin_memory=self._is_cuda)  # token, position, changes
-        self._logits = torch.zeros(self._layers.logits.shape, pin_memory=self._is_cuda)
-        self._num_changes = torch.zeros(1, dtype=torch.int32, device=device)
-        self._runs: list[Callable[[], None]] = [partial(self.launch, turn) for turn in range(NUM_TURNS)]
+        self._control = torch.zeros(buffers.control.shape, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._logits = torch.zeros(buffers.logits.shape, pin_memory=self._is_cuda)
+        # By the number of rows, and the turn.
+        self._runs: dict[tuple[int, int], Callable[[], None]] = {
+            (n, turn): partial(self.launch, turn, n) for n in layers for turn in range(NUM_TURNS)
+        }
         self._turn = 0
         self._token_seconds = _FIRST_TOKEN_SECONDS
 
     def logits(self, ids: list[int]) -> Tensor:
         """Returns logits in host memory."""
-        if self._are_few(ids):
-            return torch.stack([self._one(token).clone() for token in ids])
+        if self._are_few(self.sequences[0], ids):
+            return torch.cat([logits.clone() for logits in self._few(self.sequences[0], ids)])
         return torch.cat(
             [
                 self.logits_of(some).cpu()
@@ -281,28 +300,31 @@ class GpuDecoder(Decoder):
 
     def extend(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Tensor:
         """Returns the last logits in host memory, valid until the next call."""
-        if not self._are_few(ids):
+        if not self._are_few(sequence, ids):
             return super().extend(sequence, ids).cpu()
-        return [self._one(token) for token in ids][-1]
+        for logits in self._few(sequence, ids):
+            last = logits[-1]
+        return last
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Captures a token's launches as a graph for each turn; a run before loads all kernels."""
+        """Captures the launches of each number of rows as a graph for each turn; a run before loads all kernels."""
         if not self._is_cuda:
             return
-        launches = list(self._runs)
+        launches = list(self._runs.items())
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
         stream.wait_stream(torch.cuda.current_stream())  # these launches use buffers that the current stream fills
         with torch.cuda.stream(stream):
-            for turn, launch in enumerate(launches):
+            for number, (key, launch) in enumerate(launches):
                 launch()
                 stream.synchronize()
-                if turn == 0:
+                if number == 0:
                     self._limit_prefetch(stream)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream):
                     launch()
-                self._runs[turn] = graph.replay
+                self._runs[key] = graph.replay
+        self.reset()
         self._counts.clear()
 
     @torch.inference_mode()
@@ -320,7 +342,7 @@ class GpuDecoder(Decoder):
                 if self.cache.num_tokens == self.cache.context_tokens:
                     self.reset()
                 started = time.perf_counter()
-                self._one(token)
+                self._run_rows([(self.sequences[0], token)])
                 times.append(time.perf_counter() - started)
             return median(times[_WARMING_TOKENS:])
 
@@ -353,17 +375,23 @@ class GpuDecoder(Decoder):
 
     @property
     def routes(self) -> Tensor:
-        """The experts of the last token that ran alone: int32 [L, k]."""
-        return self._step.routes[1 - self._turn]
+        """The experts of the last pass of few tokens, of its first row: int32 [L, k]."""
+        return self._step.routes[1 - self._turn][:, 0]
 
     def counts(self) -> fit.GpuCounts:
-        """Returns the needs of the tokens that ran alone until now."""
+        """Returns the needs of the tokens that ran in passes of few until now."""
         return self._counts.result()
 
-    def _are_few(self, ids: list[int]) -> bool:
-        """Whether these tokens run one after another, and no earlier position has to be computed again."""
-        before = self.cache.num_tokens
-        return 0 < len(ids) <= self._few_tokens and not self._ropes.outgrows(before, before + len(ids))
+    # ---- passes of few tokens ----------------------------------------------------------------------------------------
+
+    def _are_few(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> bool:
+        """Whether these tokens run in graphs, and no earlier position has to be computed again."""
+        return 0 < len(ids) <= self._few_tokens and not sequence.outgrows(len(ids))
+
+    def _few(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Iterator[Tensor]:
+        """Appends tokens to a sequence, as many in a graph as it takes; yields their logits [n, vocabulary]."""
+        for first in range(0, len(ids), self._num_rows):
+            yield self._run_rows([(sequence, token) for token in ids[first : first + self._num_rows]])
 
     def append(self, sequence: kv_cache.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
         """Returns the hidden states of new tokens; experts stream through the GPU."""
@@ -373,35 +401,86 @@ class GpuDecoder(Decoder):
         self._gpu_weights.stream.end_pass()
         return hidden
 
+    def _extend_together(self, sequences: list[kv_cache.CachedSequence], ids: list[int]) -> Tensor:
+        rows = list(zip(sequences, ids, strict=True))
+        pieces = [rows[first : first + self._num_rows] for first in range(0, len(rows), self._num_rows)]
+        return torch.cat([self._run_rows(piece).clone() for piece in pieces])
+
+    def most_verified(self, sequence: kv_cache.CachedSequence) -> int:
+        """Returns how many tokens `verify` may append now, at most those of a graph."""
+        return min(super().most_verified(sequence), self._num_rows)
+
+    def verify(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Tensor:
+        """Returns logits in host memory, valid until the next call; otherwise as `Decoder.verify`."""
+        if len(ids) == 1:
+            return self.extend(sequence, ids)[None]
+        assert len(ids) <= self.most_verified(sequence), "what cannot be taken back is not verified"
+        self._check_ids(sequence, ids)
+        sequence.cache.save()
+        self._verified = self._append_alone(sequence, ids)
+        return self._logits[: len(ids)]
+
+    def _append_alone(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Tensor:
+        self._run_rows([(sequence, token) for token in ids])
+        hidden = self._buffers.x[: len(ids)].clone()
+        sequence.hidden = hidden[-1]
+        return hidden
+
     @torch.inference_mode()
-    def _one(self, token: int) -> Tensor:
-        self._check_ids(self.sequences[0], [token])
-        before, started, turn = self.cache.num_tokens, time.perf_counter(), self._turn
-        self._control[0], self._control[1], self._control[2] = token, before, self._slots.num_changes(turn)
+    def _run_rows(self, rows: list[tuple[kv_cache.CachedSequence, int]]) -> Tensor:
+        """Appends tokens to sequences, those of one next to each other; returns logits [T, vocabulary].
+
+        The logits are in host memory, and valid until the next call.
+        """
+        number, started, turn = len(rows), time.perf_counter(), self._turn
+        new = dict[int, list[int]]()
+        for row, (sequence, token) in enumerate(rows):
+            own = new.setdefault(self._slot_of[id(sequence)], [])
+            entries = (token, sequence.num_tokens + len(own), self._slot_of[id(sequence)])
+            self._control[: len(entries), row] = torch.tensor(entries)
+            own.append(token)
+        for slot, tokens in new.items():
+            self._check_ids(self.sequences[slot], tokens)
+        self._control[len(entries), 0] = self._slots.num_changes(turn)
         begin = self._inputs.queues.mark()
-        self._runs[turn]()
-        self._slots.between_tokens(1 - turn, begin, self._token_seconds)
-        # The only wait for a token: its logits are returned. A mark and not a stream: a test makes torch forbid waits
-        # for streams. The wait takes a CPU, which the CPU's share leaves free.
-        self._inputs.queues.mark().wait()
-        if self._inputs.share is not None:
-            self._inputs.share.check()
-        self._counts.add(turn)
+        try:
+            self._runs[number, turn]()
+            self._slots.between_tokens(1 - turn, begin, self._token_seconds)
+            # The only wait for a pass: its logits are returned. A mark and not a stream: a test makes torch forbid
+            # waits for streams. The wait takes a CPU, which the CPU's share leaves free.
+            self._inputs.queues.mark().wait()
+            if self._inputs.share is not None:
+                self._inputs.share.check()
+        except BaseException:
+            for slot in new:
+                passes.keep_what_is_whole(self.sequences[slot].cache, self.sequences[slot].num_tokens)
+            raise
+        self._counts.add(turn, number)
         self._slots.token_ended()
         self._turn = 1 - turn
         self._token_seconds = time.perf_counter() - started
-        self.sequences[0].ids[before:] = [token]
-        self.cache.num_tokens += 1
-        return self._logits
+        self._end_rows(new)
+        return self._logits[:number]
 
-    def launch(self, turn: int) -> None:
-        """Launches the token in the control memory; a graph repeats it."""
-        layers = self._layers
-        layers.control.copy_(self._control[:2], non_blocking=True)
-        self._num_changes.copy_(self._control[2:], non_blocking=True)
+    def _end_rows(self, new: dict[int, list[int]]) -> None:
+        """Counts the new tokens of each slot, and shows their hidden states to a sequence's follower."""
+        row = 0
+        for slot, tokens in new.items():
+            sequence = self.sequences[slot]
+            before = sequence.num_tokens
+            sequence.ids[before:] = tokens
+            if sequence.follower is not None:  # it may keep them
+                sequence.follower.follow(sequence.ids, before, self._buffers.x[row : row + len(tokens)].clone())
+            sequence.cache.num_tokens += len(tokens)
+            row += len(tokens)
+
+    def launch(self, turn: int, num_rows: int = 1) -> None:
+        """Launches the rows in the control memory; a graph repeats it."""
+        buffers = self._buffers
+        buffers.control.copy_(self._control, non_blocking=True)
         self._slots.load(turn)
-        self._step.run(turn, self._num_changes)
-        self._logits.copy_(layers.logits, non_blocking=True)
+        self._step.run(turn, buffers.num_changes, num_rows)
+        self._logits[:num_rows].copy_(buffers.logits[:num_rows], non_blocking=True)
 
 
 def _num_sms(device: torch.device) -> int:

@@ -15,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from moe_pack import formats
-from moe_pack.runtime import model
+from moe_pack.runtime import model, offload
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.gpu import cpu_share, decoder, devices, fit, placements, token_step
-from moe_pack.runtime.gpu.prefetch import PredictionPlan
+from moe_pack.runtime.gpu import cpu_share, devices, fit, placements
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import Residency
+from moe_pack.runtime.gpu.token import decoder
+from moe_pack.runtime.gpu.token import step as token_step
+from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import budgets, cache
@@ -58,6 +60,8 @@ class GpuInputs:
     by_expert: bool = False  # as in `StepInputs`
     few_tokens: int = decoder.FEW_TOKENS  # as in `GpuDecoder`
     offset_bytes: int = 4  # from `placements.offset_bytes_for`
+    sequences: offload.Sequences = offload.ONE_SEQUENCE  # that run at once, each with a context of its own
+    num_rows: int = 1  # the most tokens of a graph, of several sequences or of one
 
     @property
     def has_link(self) -> NDArray[np.bool_] | None:
@@ -95,12 +99,13 @@ class GpuEngine:
         heat = placements.usual_heat(pack.layout, pack.thresholds)
         sizes = (inputs.dynamic_share, inputs.has_link, inputs.pulled_share > 0, inputs.num_predicted)
         placement = placements.place_experts(
-            pack.layout, expert_bytes, inputs.misses, inputs.popularity, heat, *sizes, inputs.offset_bytes
-        )
+            pack.layout, expert_bytes, inputs.misses, inputs.popularity, heat, *sizes, inputs.offset_bytes,
+            inputs.num_rows,
+        )  # fmt: skip
         queues = devices.Queues(device)
         with ExitStack() as opened:
             self.memory = opened.enter_context(closing(ExpertMemory(pack, placement, inputs.host, device)))
-            exchange = cpu_share.Exchange.allocate(pack, placement, device.type == "cuda")
+            exchange = cpu_share.Exchange.allocate(pack, placement, device.type == "cuda", inputs.num_rows)
             share, prompt_share = _cpu_shares(inputs, placement, exchange, opened)
             spare_bytes = max(0, expert_bytes - placement.num_bytes - _ROUNDING_BYTES) if placement.is_whole else 0
             self.weights = GpuWeights(
@@ -123,8 +128,10 @@ class GpuEngine:
             )
             residency = _residency(inputs, self.memory, placement)
             sizes_of_passes = (context_tokens, device, chunk_tokens, cache_dtype)
-            rest = (inputs.link_rate, inputs.few_tokens)
-            self.decoder = decoder.GpuDecoder(self.weights, step, residency, *sizes_of_passes, *rest)
+            rest = (inputs.link_rate, inputs.few_tokens, inputs.sequences.number, inputs.sequences.checkpoints)
+            self.decoder = decoder.GpuDecoder(
+                self.weights, step, residency, *sizes_of_passes, *rest, num_rows=inputs.num_rows
+            )
             opened.callback(self.decoder.close)
             self.expert_bytes, self.dynamic_bytes = self.memory.num_bytes, placement.dynamic_bytes
             self.pass_bytes = self.weights.pass_bytes
@@ -197,9 +204,11 @@ def fit_to_gpu(
         compile_ahead(lambda: run_everything(pack, first, chunk))
         first.prepare()
         run_everything(pack, first, chunk)
-        overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
+        overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache_bytes
         pass_bytes = first.pass_bytes
     _free_unused_memory()
+    # What drafts is loaded after the engine that stays.
+    overhead += request.sequences.draft_bytes
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
     expert_bytes = budget - overhead_kept
     if expert_bytes < least_bytes:
@@ -219,7 +228,7 @@ def fit_to_gpu(
 
 def _chunk_tokens(pack: formats.Pack, request: fit.GpuRequest, budget: int, context_bytes: int) -> int:
     """Returns the most tokens of a forward pass, by an estimate."""
-    costs = fit.GpuCosts(request.cache_dtype, context_bytes)
+    costs = fit.GpuCosts(request.cache_dtype, context_bytes, request.sequences)
     needs = fit.gpu_needs(pack.layout, request.context_tokens, costs)
     most = fit.divide_gpu(needs, budget, request.context_tokens).chunk_tokens
     return min(request.chunk_tokens or most, most, request.context_tokens)
