@@ -85,7 +85,7 @@ class ServeCommand:
             most=_MOST_PARALLEL,
             metavar="N",
             help="Run up to N requests at once.  [default: 4, or fewer if their key-value caches would take more than "
-            "a quarter of the memory; on a GPU 1]",
+            "a quarter of the memory]",
         ),
     )
     context: int | None = field(
@@ -346,31 +346,36 @@ class _Server:
         from moe_pack.runtime.engine.engine import choose_device
 
         options = self._options
-        given = {"--parallel": options.parallel not in (None, 1), "--sessions": options.sessions is not None}
-        needs_cpu = next((name for name, is_given in given.items() if is_given), None)
+        needs_cpu = None if options.sessions is None else "--sessions"
         on_device, line = choose_device(pack, options.engine, context, needs_cpu)
         if on_device.device == "cuda" and needs_cpu is not None:
-            does = "one request runs at a time" if needs_cpu == "--parallel" else "nothing is kept in files"
-            raise formats.RunError(f"{needs_cpu}: with --device cuda {does}; remove {needs_cpu}")
+            raise formats.RunError("--sessions: with --device cuda nothing is kept in files; remove --sessions")
         return on_device, line
 
     def _sequences(self, pack: formats.Pack, context: int, engine: runtime.EngineOptions) -> Sequences:
         from moe_pack.runtime.offload import Sequences
         from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes, most_chunk_tokens
 
-        options, spec = self._options, pack.spec
-        if engine.device == "cuda":
-            return Sequences(1)
+        options, spec, is_on_gpu = self._options, pack.spec, engine.device == "cuda"
         chunk = most_chunk_tokens(context)
-        kv_dtype = engine.kv_dtype or "f32"
+        kv_dtype = engine.kv_dtype or ("bf16" if is_on_gpu else "f32")
         each = cache_bytes(spec, context, chunk, kv_dtype)
         each += _CHECKPOINTS * checkpoint_bytes(spec, context, chunk, kv_dtype)
         number = options.parallel
+        if number is None and is_on_gpu and engine.changes_choice:
+            number = 1  # the kernel changes the experts of one row
         if number is None:
-            memory = engine.budget_bytes or runtime.available_bytes()
+            memory = engine.budget_bytes or (_gpu_bytes() if is_on_gpu else runtime.available_bytes())
             fits = _USUAL_PARALLEL if memory is None else int(_CACHE_SHARE * memory) // max(each, 1)
             number = max(1, min(_USUAL_PARALLEL, fits))
         return Sequences(number, _CHECKPOINTS)
+
+
+def _gpu_bytes() -> int | None:
+    from moe_pack.runtime.engine.machine import gpu_here
+
+    gpu = gpu_here()
+    return None if gpu is None else gpu.memory_bytes
 
 
 def _service_of(

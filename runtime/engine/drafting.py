@@ -33,7 +33,7 @@ class DraftChoice:
         assert isinstance(decoder, model.Decoder), "a model without an encoder"
         drafter: Drafter = drafts.NgramDrafter()
         if self.layer is not None:
-            prediction = drafts.PredictionWeights(self.layer, weights)
+            prediction = drafts.PredictionWeights(self.layer, weights, decoder.device)
             drafter = drafts.PredictionDrafter(prediction, setup.context_tokens, decoder.chunk_tokens)
             decoder.sequences[0].follower = drafter
         return drafts.Drafts(drafter, drafts.Gate(), most_tokens)
@@ -55,8 +55,8 @@ def choose_drafts(setup: Setup, operations: model.Operations) -> DraftChoice:
 def _why_not(setup: Setup, operations: model.Operations) -> str | None:
     """Returns why this run cannot draft, whatever the pack has; None if it can."""
     options, approximations = setup.options, setup.options.approximations
-    if options.device == "cuda":
-        return "with a GPU each token runs alone"
+    if options.device == "cuda" and options.draft == "auto":
+        return "whether drafts pay on a GPU was not measured; --draft ngram drafts all the same"
     if setup.pack.spec.encoder is not None:
         return "the model has an encoder"
     if approximations.substitute is not None or approximations.runs_predicted or approximations.is_predicted_enough:

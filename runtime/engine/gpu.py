@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,10 +17,14 @@ from moe_pack import formats
 from moe_pack.runtime import cpu, model, offload
 from moe_pack.runtime.engine import built, machine, mapped, offloaded
 from moe_pack.runtime.engine.drafting import DraftChoice
-from moe_pack.runtime.gpu import ahead, cpu_share, devices, fit, gpu_engine, placements
-from moe_pack.runtime.gpu.prefetch import PredictionPlan
+from moe_pack.runtime.gpu import ahead, cpu_share, devices, fit, placements
+from moe_pack.runtime.gpu.token import engine as gpu_engine
+from moe_pack.runtime.gpu.token import fused
+from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.prefetch import methods_by_layer
+
+MOST_ROWS = 8  # tokens of a graph; there is one for each number
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,14 @@ def build_on_gpu(
              fit.
     Raises:  BudgetTooSmall; RunError if an option cannot be followed.
     """
-    setup.options.check_gpu(setup.pack.spec)
+    options = setup.options
+    options.check_gpu(setup.pack.spec)
+    draft_bytes = choice.memory_bytes(setup.context_tokens)
+    setup = replace(setup, sequences=replace(setup.sequences, draft_bytes=draft_bytes))
     run = open_gpu(setup, device)
     with ExitStack() as stack:
         sharing = _share(setup, run, _host_memory(setup, run, host, stack), stack)
-        inputs, preset = choose_inputs(setup, run, sharing)
+        inputs, preset = choose_inputs(setup, run, sharing, drafts=choice.why_not is None and options.draft != "off")
 
         def build(expert_bytes: int, chunk_tokens: int) -> gpu_engine.GpuEngine:
             return gpu_engine.GpuEngine(
@@ -82,8 +89,9 @@ def build_on_gpu(
         gpu = built.GpuFacts(run.memory, use, preset, misses, locked_bytes)
         facts = built.Facts("gpu", use.budget, sharing.tier, gpu)
         computing = built.Computing(model.TORCH)
+        opened = choice.open(setup, engine.decoder, engine.weights, inputs.num_rows)
         return built.Built(
-            setup, computing, engine.weights, engine.decoder, None, choice.why_not, facts, stack.pop_all()
+            setup, computing, engine.weights, engine.decoder, opened, choice.why_not, facts, stack.pop_all()
         )
 
 
@@ -91,7 +99,8 @@ def open_gpu(setup: built.Setup, device: torch.device) -> GpuRun:
     """Opens the GPU, before anything else uses it."""
     options = setup.options
     memory = devices.GpuMemory(device)
-    request = fit.GpuRequest(options.budget_bytes, setup.context_tokens, options.chunk_tokens, setup.kv_dtype)
+    sizes = (options.budget_bytes, setup.context_tokens, options.chunk_tokens)
+    request = fit.GpuRequest(*sizes, setup.kv_dtype, setup.sequences)
     return GpuRun(device, memory, request, options.ram_bytes or machine.usual_bytes() or sys.maxsize)
 
 
@@ -153,13 +162,22 @@ def _helping_kernels(setup: built.Setup, stack: ExitStack) -> cpu.Kernels | None
     return kernels
 
 
-def choose_inputs(setup: built.Setup, run: GpuRun, sharing: Sharing) -> tuple[gpu_engine.GpuInputs, offload.Preset]:
-    """Decides by which policy records come and go on the GPU; returns the engine's inputs, and the policy."""
+def choose_inputs(
+    setup: built.Setup, run: GpuRun, sharing: Sharing, drafts: bool = False
+) -> tuple[gpu_engine.GpuInputs, offload.Preset]:
+    """Decides by which policy records come and go on the GPU; returns the engine's inputs, and the policy.
+
+    Args:    drafts: whether several tokens of a sequence are verified together.
+    """
     pack, options, share = setup.pack, setup.options, sharing.pulled_share
     # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
     preset = offload.PRESETS["lru" if options.policy == "auto" else options.policy]
     routing = offload.Routing.open(pack)
+    _check_changes(setup)
     if not options.prefetches or not (share or sharing.misses == "pull"):  # nothing comes over the link
+        preset = preset.without_prediction()
+    if preset.prediction != "none" and not fused.routes(pack.spec):
+        setup.fall_back("no expert is predicted: on a GPU this model's routers run in torch")
         preset = preset.without_prediction()
     inputs = gpu_engine.GpuInputs(
         pack=pack,
@@ -179,9 +197,22 @@ def choose_inputs(setup: built.Setup, run: GpuRun, sharing: Sharing) -> tuple[gp
         prediction=_prediction(setup, preset, routing, sharing.misses),
         alpha=options.approximations.substitute,
         by_expert=preset.balances and share > 0,
+        sequences=setup.sequences,
+        num_rows=min(MOST_ROWS, MOST_ROWS if drafts else setup.sequences.number),
         offset_bytes=placements.offset_bytes_for(pack.layout, run.request.budget_bytes or run.memory.free_bytes()),
     )
     return inputs, preset
+
+
+def _check_changes(setup: built.Setup) -> None:
+    """Refuses options that change the choice of experts where the kernel does not choose, or for several rows."""
+    approximations, spec = setup.options.approximations, setup.pack.spec
+    changes = {"--substitute": approximations.substitute is not None, "--trust-experts": approximations.runs_predicted}
+    for name in (name for name, is_given in changes.items() if is_given):
+        if not fused.routes(spec):
+            raise formats.RunError(f"{name}: on a GPU this model's routers run in torch; remove it or use --device cpu")
+        if setup.sequences.number > 1:
+            raise formats.RunError(f"{name}: on a GPU it is for one request at a time; add --parallel 1")
 
 
 def _prediction(
@@ -194,6 +225,8 @@ def _prediction(
     if preset.prediction == "none":
         return None
     methods = methods_by_layer(offloaded.predicted_by(preset, routing, setup.fall_back), spec, routing)
-    if misses == "pull":  # nothing is missing in the hidden state, and the next layer's attention comes later
+    # With "pull" nothing is missing in the hidden state, and the next layer's attention comes later. States of mixers
+    # take no trial.
+    if misses == "pull" or setup.pack.spec.mixer is not None:
         methods = {l: "router" if method == "partial" else method for l, method in methods.items()}
     return PredictionPlan(methods, number, routing, trusts)

@@ -146,10 +146,10 @@ class EngineOptions:
     draft: DraftOption = commands.option_field(
         "auto",
         "--draft",
-        help="Drafts on the CPU: tokens are proposed cheaply and verified together; the answer stays the same. "
+        help="Drafts: tokens are proposed cheaply and verified together; the answer stays the same. "
         "ngram looks for the last tokens earlier in the text and proposes what followed them; mtp runs the "
-        "prediction layer that the model ships, which takes memory; auto is ngram where native kernels compute; "
-        "off runs each token alone.",
+        "prediction layer that the model ships, which takes memory; auto is ngram where native kernels compute, and "
+        "off on a GPU; off runs each token alone.",
     )
     threads: int | None = commands.option_field(
         None,
@@ -188,6 +188,11 @@ class EngineOptions:
     def offload_only(self) -> list[str]:
         """Lists the given options that have a meaning for offloaded experts only."""
         return commands.given(self, mark=_OFFLOAD) + commands.given(self, mark=_APPROXIMATION)
+
+    @property
+    def changes_choice(self) -> bool:
+        """Whether other experts may run than the routers choose."""
+        return self.approximations.substitute is not None or self.approximations.runs_predicted
 
     def check_cpu(self, spec: "formats.ModelSpec") -> None:
         """Refuses options that have no effect on the CPU, or that the model cannot follow. Raises RunError."""

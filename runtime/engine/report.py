@@ -169,7 +169,7 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
 
 
 def _gpu(facts: GpuFacts, decoder: model.Decoder | model.EncoderDecoder) -> GpuReport:
-    from moe_pack.runtime.gpu.decoder import GpuDecoder  # needs Triton, which a GPU's engine has loaded
+    from moe_pack.runtime.gpu.token.decoder import GpuDecoder  # needs Triton, which a GPU's engine has loaded
 
     assert isinstance(decoder, GpuDecoder), "a GPU's decoder counts"
     names = (facts.misses, facts.preset.name, facts.preset.prediction)

@@ -63,7 +63,7 @@ class PromptScores:
         del self.found[first + 1 :]  # of positions that are computed again
         for start in range(0, len(tokens), self._num_rows):
             own = tokens[start : start + self._num_rows]
-            logits = self._decoder.logits_of(hidden[start : start + len(own)])
+            logits = self._decoder.logits_of(hidden[start : start + len(own)]).cpu()
             self.found += sampling.logprobs_of_rows(logits, own, self._top)
 
 
