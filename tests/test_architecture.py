@@ -21,7 +21,9 @@ ROOMS = ("formats", "runtime", "calib", "convert")
 FLOORS = (
     "formats.base", "formats.parts", "formats.pack", "formats", "formats.families", "formats.gguf", "formats.hub",
     "runtime.cpu", "runtime.model.caches", "runtime.model.compute", "runtime.model.attention", "runtime.model",
-    "runtime.offload", "runtime.drafts", "runtime.gpu.kernels", "runtime.gpu", "runtime.engine", "runtime",
+    "runtime.offload", "runtime.drafts", "runtime.gpu.kernels", "runtime.gpu.kernels.attention",
+    "runtime.gpu.kernels.mixers", "runtime.gpu", "runtime.gpu.token",
+    "runtime.engine", "runtime",
     "runtime.serve", "runtime.serve.protocols", "runtime.serve.http", "runtime.cli",
     "calib.quantize", "calib.forward", "calib.statistics", "calib.sensitivity", "calib.evaluate", "calib.profile",
     "calib.report", "calib",
@@ -44,7 +46,10 @@ FAMILY_TABLES = (
 # Where code looks at the class of a model's part: where parts are defined and computed, and in the files below, which
 # say parts in the words of GGUF, or choose a GPU's kernels. All others ask the part.
 PARTS = ("moe_pack.formats.parts", "moe_pack.runtime.model")
-LOOK_AT_PARTS = {"moe_pack.formats.gguf.factors", "moe_pack.formats.gguf.metadata", "moe_pack.runtime.gpu.token_layers"}
+LOOK_AT_PARTS = {
+    "moe_pack.formats.gguf.factors", "moe_pack.formats.gguf.metadata", "moe_pack.runtime.gpu.token.attention",
+    "moe_pack.runtime.gpu.token.fused",
+}  # fmt: skip
 
 MAX_FACE_NAMES = 40
 FOR_USERS = {"moe_pack.runtime": {"Model", "load"}}  # names that a face offers to those who write Python

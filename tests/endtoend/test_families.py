@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -36,7 +35,6 @@ from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import families_of, model_types, modules, read_spec
-from moe_pack.runtime.engine.options import cpu_only
 
 # The project's bound on float32 logits. Sums in another order differ by less than 1e-5 here; logits reach 1 to 10.
 TOLERANCE = 1e-4
@@ -184,17 +182,3 @@ def test_a_key_that_is_missing_means_what_it_means_to_the_published_class(family
         assert ours == read_spec(Config(filled, "config.json"))[1], f"without {key}"
         read += 1
     assert read > 5, "most keys have a default"
-
-
-def test_the_page_names_the_families_that_gpus_run(tmp_path: Path) -> None:
-    page = PAGE.read_text()
-    sentence = page.partition("GPUs run these: ")[2].partition(". ")[0]
-    named = set(re.findall(r"`(\w+)`", sentence))
-    runs: dict[str, list[bool]] = {}
-    for position, tiny in enumerate(TINY):
-        folder = tmp_path / str(position)
-        folder.mkdir()
-        values = write_config(tiny, folder)
-        spec = read_spec(Config(values, "config.json"))[1]
-        runs.setdefault(tiny.family, []).append(cpu_only(spec) is None)
-    assert named == {family for family, shapes in runs.items() if all(shapes)}

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats.parts import GroupedQuerySpec
-from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, Entering, QkNorms, attend
+from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, Entering, QkNorms, RowPositions, View, attend
 from moe_pack.runtime.model import TORCH
 from moe_pack.runtime.model.caches import LayerCache, RowStorage
+from moe_pack.runtime.model.compute import softmax
 from moe_pack.runtime.model.compute.operations import HeadNorms
-from moe_pack.runtime.model.compute.softmax import View
 
 Cache = tuple[Tensor, Tensor]
 
@@ -73,7 +73,9 @@ class AttendingToken:
         q = torch.full((sizes[0], sizes[2]), torch.nan, device=self.device) if rotated is None else rotated
         out, sinks = torch.full_like(q, torch.nan), None if self.sinks is None else self.sinks.to(self.device)
         at = torch.tensor([self.shape.position], dtype=torch.int32, device=self.device)
-        attend(q, cache, at, spec.scale, spec.sliding_window, workspace, out, sinks, entering, rows)
+        places, view = RowPositions(at, torch.zeros_like(at)), View(spec.scale, spec.sliding_window, False, sinks)
+        storage = None if rows is None else (rows, rows)
+        attend(q[None], (cache[0][None], cache[1][None]), places, view, workspace, out[None], entering, storage)
         return out, q
 
     def expected(self, cached: Cache | None = None, rows: RowStorage | None = None) -> tuple[Tensor, Cache]:
@@ -86,6 +88,6 @@ class AttendingToken:
         keys, values = (each.clone() for each in cached or self.cache)
         cache = LayerCache(keys, values, self.shape.position, storage=None if rows is None else (rows, rows))
         angles = (self.angles[0][-1:], self.angles[1][-1:])
-        view = View(cache, self.spec, self.spec.sliding_window, self.sinks)
+        view = softmax.View(cache, self.spec, self.spec.sliding_window, self.sinks)
         y = TORCH.attend((q[None], k[None], v[None]), norms, angles, self.shape.interleaved, view)
         return y.view(self.spec.num_heads, -1), (cache.keys, cache.values)

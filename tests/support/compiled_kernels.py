@@ -116,6 +116,7 @@ def calls(
     if 4096 in dims:
         yield from kernel_calls.latent_calls(bits)
         yield from kernel_calls.token_calls() if 16 in widths else ()
+        yield from kernel_calls.mixer_calls() if 16 in widths else ()
 
 
 def _model_calls() -> Iterator[Call]:
@@ -276,8 +277,8 @@ def _function_at(module: str, line: int) -> str:
 def _functions(module: str) -> list[tuple[str, int, int]]:
     from moe_pack.runtime.gpu import kernels
 
-    path = Path(kernels.__file__).parent / f"{module}.py"
-    if not path.exists():
+    path = next(Path(kernels.__file__).parent.rglob(f"{module}.py"), None)
+    if path is None:
         return []
     nodes = ast.parse(path.read_text()).body
     return [(n.name, n.lineno, n.end_lineno or n.lineno) for n in nodes if isinstance(n, ast.FunctionDef)]

@@ -21,7 +21,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from moe_pack.formats import ModelSpec
 from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.prediction import drafts_for
 from moe_pack.formats.families.registry import model_types, modules
 from support.models import TESTS
 
@@ -286,17 +288,38 @@ def generated() -> dict[str, str]:
 
 
 def _families() -> str:
-    """The table of families: the first paragraph of each module, which has models, a colon, and what is particular."""
-    rows = ["| family | models | what is particular |", "| --- | --- | --- |"]
+    """The table of families: the first paragraph of each module, which has models, a colon, and what is particular.
+
+    A family runs on GPUs if they lack no part of any of its shapes (`support.families`).
+    """
+    from support.families import specs_of_shapes  # which imports transformers
+
+    specs = specs_of_shapes()
+    rows = [
+        "| family | models | GPU | requests | drafts | what is particular |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name in modules():
         module = import_module(f"moe_pack.formats.families.{name}")
         own = re.findall(r"^([A-Z]\w*) = ", Path(str(module.__file__)).read_text("utf-8"), re.MULTILINE)
-        types = [each.model_type for key, each in vars(module).items() if key in own and isinstance(each, Family)]
+        families = [each for key, each in vars(module).items() if key in own and isinstance(each, Family)]
+        types = [each.model_type for each in families]
         first = " ".join(str(module.__doc__).partition("\n\n")[0].split()).removesuffix(".")
         models, _, particular = first.partition(": ")
         assert types and particular, f"{name}.py begins with its models, a colon, and what is particular"
-        rows.append(f"| {', '.join(f'`{each}`' for each in types)} | {models} | {particular} |")
+        shapes = [spec for each in types for spec in specs[each]]
+        runs = _runs(shapes, any(each.prediction for each in families) and all(map(drafts_for, shapes)))
+        rows.append(f"| {', '.join(f'`{each}`' for each in types)} | {models} | {runs} | {particular} |")
     return "\n".join(rows)
+
+
+def _runs(specs: list[ModelSpec], has_layer: bool) -> str:
+    """The columns of a family that say where it runs, whether several requests do at once, and what drafts."""
+    lacked = sorted({part for spec in specs for part in spec.lacks("gpu")})
+    is_decoder = all(spec.encoder is None for spec in specs)
+    drafts = "ngram, mtp" if has_layer else "ngram"
+    on_gpu = f"no: {', '.join(lacked)}" if lacked else "yes"
+    return f"{on_gpu} | {'yes' if is_decoder else 'no'} | {drafts if is_decoder else 'no'}"
 
 
 def _table(group: Group) -> str:

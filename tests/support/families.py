@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_pack.formats import Pack
-from moe_pack.formats.families.registry import all_families, modules
+from moe_pack.formats import ModelSpec, Pack
+from moe_pack.formats.families.family import Config
+from moe_pack.formats.families.registry import all_families, modules, read_spec
 from moe_pack.runtime import Sampler, SamplingOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, EncoderDecoder, PackWeights
@@ -129,6 +131,16 @@ def write_config(tiny: Tiny, folder: Path) -> Values:
         return values
     config_of(tiny).save_pretrained(folder)
     return named(tiny.family, folder)
+
+
+def specs_of_shapes() -> dict[str, list[ModelSpec]]:
+    """Returns the specs of all shapes of each family."""
+    found: dict[str, list[ModelSpec]] = {}
+    for tiny in TINY:
+        with TemporaryDirectory() as folder:
+            values = write_config(tiny, Path(folder))
+        found.setdefault(tiny.family, []).append(read_spec(Config(values, "config.json"))[1])
+    return found
 
 
 def reference_config(tiny: Tiny) -> Values:

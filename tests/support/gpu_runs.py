@@ -10,15 +10,15 @@ import torch
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.cpu_share import MEASURED_TOKENS, Rates
-from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import HostArena
-from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
 from moe_pack.runtime.gpu.placements import DYNAMIC_SHARE, Misses, least_placement
-from moe_pack.runtime.gpu.prefetch import PredictionPlan
+from moe_pack.runtime.gpu.token.decoder import GpuDecoder
+from moe_pack.runtime.gpu.token.engine import GpuEngine, GpuInputs
+from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import PRESETS, CacheFacts, PolicyName
+from moe_pack.runtime.offload import PRESETS, CacheFacts, PolicyName, Sequences
 from moe_pack.runtime.offload.cache import Eviction
 from moe_pack.runtime.offload.eviction import eviction_of
 from support.native import kernels_limited_to
@@ -35,7 +35,7 @@ class GpuRun:
     """How to run a pack. `share`: of all experts' bytes that fit; 1 is enough for all.
 
     `misses`, `pulled_share`, `by_expert`, `dynamic_share`, `is_fast`, `prediction`, `alpha`, `offset_bytes`,
-    `few_tokens`: as in `GpuInputs`.
+    `few_tokens`, `num_rows`: as in `GpuInputs`.
     `policy`: whose eviction decides.
     `cpu_share`: the time in which the CPU computes a missing expert for a token, where 1 is that in which the link
     brings it, in passes of many tokens; None: all are copied.
@@ -56,6 +56,8 @@ class GpuRun:
     alpha: float | None = None
     offset_bytes: int = 4
     few_tokens: int = 1
+    num_sequences: int = 1
+    num_rows: int = 1
 
 
 def expert_bytes_for(pack: Pack, share: float, misses: Misses = "split") -> int:
@@ -90,7 +92,7 @@ def gpu_engine(
             eviction=eviction or (lambda facts: eviction_of(PRESETS[run.policy], facts)),
             dynamic_share=run.dynamic_share, is_fast=run.is_fast, needs_scores=PRESETS[run.policy].needs_scores,
             prediction=run.prediction, alpha=run.alpha, by_expert=run.by_expert, offset_bytes=run.offset_bytes,
-            few_tokens=run.few_tokens,
+            few_tokens=run.few_tokens, sequences=Sequences(run.num_sequences), num_rows=run.num_rows,
         )  # fmt: skip
         expert_bytes = expert_bytes_for(pack, run.share, run.misses)
         with closing(GpuEngine(inputs, expert_bytes, run.context_tokens, run.chunk_tokens, run.cache_dtype)) as built:

@@ -11,14 +11,17 @@ from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, NeuronFunct
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels import attention, grouped, halves, predict, pull, tables
+from moe_pack.runtime.gpu.kernels.attention import entering
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
+from moe_pack.runtime.gpu.kernels.mixers.recurrence import convolve_step, gated_step, recur_step
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select, select_programs, sums_at_once
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.kernels.rows import RowPart, num_partials, part_of, stored_part
-from moe_pack.runtime.model.caches.storage import RowStorage
+from moe_pack.runtime.model.caches import KvDtype, RowStorage
 from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
+from moe_pack.runtime.model.compute.recurrence import Gates
 from moe_pack.runtime.model.compute.rotation import Rotation
 from support.named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
@@ -54,6 +57,19 @@ def _dense(d: int, rows: torch.Tensor, part: RowPart) -> None:
     gated(x, few, few, "silu", torch.empty(64))
     gated(x, matrix, matrix, "silu", torch.empty(many), norm=rms)
     gated(x, None, matrix, "silu", torch.empty(many), norm=layer, weight=torch.empty(1))
+    _dense_several(torch.empty(5, d), few, matrix, (rms, layer))
+
+
+def _dense_several(x: torch.Tensor, few: StoredRows, matrix: StoredRows, norms: tuple[Norm, Norm]) -> None:
+    """The same for several vectors."""
+    rms, layer = norms
+    out, narrow = torch.empty(len(x), len(matrix.rows)), torch.empty(len(x), len(few.rows))
+    gemv(x, matrix, out, residual=out)
+    gather_row(few, torch.zeros(len(x), dtype=torch.int32), x)
+    normed_gemv(x, rms, [Product(matrix, out)] * 3)
+    normed_gemv(x, layer, [Product(few, narrow, narrow[0])] * 2)
+    gated(x, matrix, matrix, "silu", out, norm=rms)
+    gated(x, None, matrix, "silu", out, norm=layer, weight=torch.empty(len(x)))
 
 
 def running_calls(
@@ -165,7 +181,10 @@ def _group(layout: ExpertLayout, selector: Selector, function: NeuronFunction, n
         grouped.run_group(x, grouped.Group(pairs, layer, 0, 2), memory)
 
 
-POSITION = torch.tensor([5], dtype=torch.int32)
+def _rows_at(num_rows: int) -> attention.RowPositions:
+    return attention.RowPositions(*torch.zeros((2, num_rows), dtype=torch.int32))
+
+
 CONTEXT = 4096
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -202,6 +221,15 @@ def token_calls() -> Iterator[Call]:
             (64, 8, 64, dtype, "none", 128, 639, True),
         ):
             yield f"attend {coded}", partial(_attend, *coded)
+    yield "attend 8 rows", partial(_attend, 32, 8, 128, BF16, "none", num_rows=8)
+    yield "attend 8 rows q8", partial(_attend, 32, 8, 128, "q8", "head", num_rows=8)
+    for prepared in (
+        (64, 4, (192, 128), "bf16", 8, 0),
+        (64, 4, (192, 128), "q8", 8, 0),
+        (32, 4, (128, 128), "bf16", 8, 4),
+        (32, 4, (128, 128), "q8", 1, 1),
+    ):
+        yield f"attend prepared {prepared}", partial(_attend_prepared, *prepared)
     for d in (2048, 7168):
         yield f"norm rms d{d}", partial(norm, torch.empty(d), Norm(torch.empty(d), None, 1e-6), torch.empty(d))
     for d in (2880, 4096, 7168, 8192):
@@ -231,34 +259,53 @@ def _attend(
     window: int | None = None,
     num_places: int = CONTEXT,
     has_sinks: bool = False,
+    num_rows: int = 1,
 ) -> None:
     if isinstance(dtype, torch.dtype):
-        rows, keys = None, torch.empty((kv_heads, num_places, width), dtype=dtype)
+        rows, keys = None, torch.empty((num_rows, kv_heads, num_places, width), dtype=dtype)
     else:
         rows = RowStorage(dtype, (width,))
-        keys = rows.empty(kv_heads, num_places, CPU)
-    q, k, v = (torch.empty(n * width) for n in (heads, kv_heads, kv_heads))
+        keys = rows.empty(num_rows * kv_heads, num_places, CPU).view(num_rows, kv_heads, num_places, -1)
+    q, k, v = (torch.empty(num_rows, n * width) for n in (heads, kv_heads, kv_heads))
     norms = None if qk_norm == "none" else attention.QkNorms(q, k, 1e-6)
     angles = torch.empty(CONTEXT, width // 2), torch.empty(CONTEXT, width // 2)
     attention.attend(
-        torch.empty(heads, width),
+        torch.empty(num_rows, heads, width),
         (keys, torch.empty_like(keys)),
-        POSITION,
-        0.1,
-        window,
-        attention.AttentionWorkspace.allocate(heads, kv_heads, width, num_places, CPU),
-        torch.empty(heads, width),
-        torch.empty(heads) if has_sinks else None,
+        _rows_at(num_rows),
+        attention.View(0.1, window, sinks=torch.empty(heads) if has_sinks else None),
+        attention.AttentionWorkspace.allocate(heads, kv_heads, width, num_places, CPU, num_rows),
+        torch.empty(num_rows, heads, width),
         attention.Entering(q, k, v, norms, qk_norm == "projection", angles, interleaved=width == 80),
-        rows,
+        None if rows is None else (rows, rows),
     )
 
 
+def _attend_prepared(
+    heads: int, kv_heads: int, widths: tuple[int, int], dtype: KvDtype, num_rows: int, shares: int
+) -> None:
+    """Prepared rows with values of another width than keys, or with a mask, or in chunks."""
+    stored = tuple(RowStorage(dtype, (width,)) for width in widths)
+    keys, values = (
+        each.empty(num_rows * kv_heads, CONTEXT, CPU).view(num_rows, kv_heads, CONTEXT, -1) for each in stored
+    )
+    q, k = torch.empty(num_rows, heads, widths[0]), torch.empty(num_rows, kv_heads, widths[0])
+    v, out = torch.empty(num_rows, kv_heads, widths[1]), torch.empty(num_rows, heads, widths[1])
+    at, rows = _rows_at(num_rows), (stored[0], stored[1])
+    entering.enter(k, v, (keys, values), at, rows, q)
+    workspace = attention.AttentionWorkspace.allocate(heads, kv_heads, widths[1], CONTEXT, CPU, num_rows)
+    seen = torch.empty((num_rows, shares, CONTEXT), dtype=torch.uint8) if shares else None
+    view = attention.View(0.1, None if shares else 1024, not shares, None, seen)
+    attention.attend(q, (keys, values), at, view, workspace, out, rows=rows)
+
+
 def _reduce(k: int, num_sums: int, d: int) -> None:
-    """Sums of experts alone, and with everything that may be added."""
-    partials, weights, x = torch.empty(k, num_sums, d), torch.empty(k), torch.empty(d)
-    reduce(partials, weights, x, residual=x)
-    reduce(partials, weights, x, pulled=partials, host=x, residual=x, shared=x)
+    """Sums of experts alone, and with everything that may be added; of a token, and of several."""
+    for num_tokens in (1, 5):
+        partials, weights = torch.empty(num_tokens * k, num_sums, d), torch.empty(num_tokens, k)
+        x = torch.empty(num_tokens, d)
+        reduce(partials, weights, x, residual=x)
+        reduce(partials, weights, x, pulled=partials, host=x, residual=x, shared=x)
 
 
 def _predict(num_experts: int, k: int) -> None:
@@ -282,7 +329,7 @@ def _predict(num_experts: int, k: int) -> None:
 
 
 def _route(spec: RouterSpec, d: int, dtype: str) -> None:
-    """Without and with biases and a shared expert, and with choices that are changed."""
+    """Without and with biases and a shared expert, with choices that are changed, and for several tokens."""
     k, x, num_experts = spec.num_experts_per_tok, torch.empty(d), spec.num_experts
     rows = StoredRows(torch.empty((num_experts, d), dtype=TORCH_DTYPES[dtype]), stored_part(dtype, d))
     shared = StoredRows(torch.empty((1, d), dtype=BF16), stored_part("BF16", d))
@@ -293,6 +340,8 @@ def _route(spec: RouterSpec, d: int, dtype: str) -> None:
     number = torch.empty(num_experts, dtype=torch.int32)
     for changed in (ChangedChoice(number, None, 0.0, number), ChangedChoice(None, number, 0.3, number)):
         route(x, Router(spec, Norm(x, None, 1e-6), rows, None, bias, None), experts, routed, changed)
+    several = Routed.allocate(d, spec, CPU, 5)
+    route(torch.empty(5, d), Router(spec, Norm(x, x, 1e-6), rows, each, bias, shared), experts, several)
 
 
 def latent_calls(widths: tuple[int, ...]) -> Iterator[Call]:
@@ -301,24 +350,35 @@ def latent_calls(widths: tuple[int, ...]) -> Iterator[Call]:
         yield f"latent w{width}", partial(_latent, 16, width, F32)
     if 16 in widths:
         yield "latent 128 heads", partial(_latent, 128, 16, BF16)
+        yield "latent 128 heads 8 rows", partial(_latent, 128, 16, BF16, 8)
+        for dtype in ("q8", "q4"):
+            yield f"latent {dtype}", partial(_latent, 16, 16, dtype)
 
 
-def _latent(heads: int, width: int, dtype: torch.dtype) -> None:
+def _latent(heads: int, width: int, dtype: torch.dtype | Literal["q8", "q4"], num_rows: int = 1) -> None:
     rank, nope, rope, v = 512, 128, 64, 128
     spec = LatentSpec("latent", heads, None, rank, nope, rope, v, 0.1, 1e-6)
-    num_rows = heads * (nope + v)
+    matrix_rows = heads * (nope + v)
     if width == 16:
-        kv_b = StoredRows(torch.empty((num_rows, rank), dtype=BF16), stored_part("BF16", rank))
+        kv_b = StoredRows(torch.empty((matrix_rows, rank), dtype=BF16), stored_part("BF16", rank))
     else:
         layout = row_layout([("weight", part_format(width, 64), False)], rank)
-        kv_b = StoredRows(torch.empty((num_rows, layout.row_bytes), dtype=torch.uint8), part_of(layout, "weight"))
-    projected = torch.empty(heads * (nope + rope)), torch.empty(rank + rope)
+        kv_b = StoredRows(torch.empty((matrix_rows, layout.row_bytes), dtype=torch.uint8), part_of(layout, "weight"))
+    projected = torch.empty(num_rows, heads * (nope + rope)), torch.empty(num_rows, rank + rope)
     angles = torch.empty(CONTEXT, rope // 2), torch.empty(CONTEXT, rope // 2)
-    keys, moved = torch.empty((1, CONTEXT, rank + rope), dtype=dtype), torch.empty(heads, rank + rope)
-    attention.enter_latent(projected, torch.empty(rank), angles, True, POSITION, spec, kv_b, moved, keys)
-    mixed, room = torch.empty(heads, rank), attention.AttentionWorkspace.allocate(heads, 1, rank, CONTEXT, CPU)
-    attention.attend(moved, (keys, keys[..., :rank]), POSITION, spec.scale, None, room, mixed)
-    attention.leave_latent(mixed, spec, kv_b, torch.empty(heads * v))
+    moved, mixed = torch.empty(num_rows, heads, rank + rope), torch.empty(num_rows, heads, rank)
+    if isinstance(dtype, torch.dtype):
+        rows, keys = None, torch.empty((num_rows, 1, CONTEXT, rank + rope), dtype=dtype)
+        values = keys[..., :rank]
+    else:
+        rows = RowStorage(dtype, (rank, rope))
+        keys = values = rows.empty(num_rows, CONTEXT, CPU)[:, None]
+    at = _rows_at(num_rows)
+    attention.enter_latent(projected, torch.empty(rank), angles, True, at, spec, kv_b, moved, keys, rows)
+    room = attention.AttentionWorkspace.allocate(heads, 1, rank, CONTEXT, CPU, num_rows)
+    storage = None if rows is None else (rows, rows)
+    attention.attend(moved, (keys, values), at, attention.View(spec.scale), room, mixed, rows=storage)
+    attention.leave_latent(mixed, spec, kv_b, torch.empty(num_rows, heads * v))
 
 
 def pull_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
@@ -341,6 +401,53 @@ def _pull(d: int, width: int) -> None:
     pull.pull_selectors(experts, layer, host, 8, at[:k])
     pull.bring(torch.zeros(16, dtype=torch.int64), each, kind.record_units, host.rows, layer.arena)
     pull.enter_rows(torch.zeros((16, 2), dtype=torch.int32), each[:1], at.view(-1))
+
+
+# --- states of mixers
+
+
+class MixerShape(NamedTuple):
+    """Sizes of a model's mixer: its convolution's channels, and its recurrence."""
+
+    channels: int
+    key_heads: int
+    heads: int
+    keys: int
+    width: int  # values of a head
+    is_keyed: bool = False  # each key has a decay
+    has_rate: bool = False
+
+
+MIXERS = {
+    "Qwen3.6": MixerShape(8192, 16, 32, 128, 128, has_rate=True),
+    "Kimi-Linear": MixerShape(12288, 32, 32, 128, 128, is_keyed=True, has_rate=True),
+    "Nemotron-H": MixerShape(6144, 8, 64, 128, 64),
+    "Granite-4": MixerShape(8448, 1, 128, 128, 64),
+    "Jamba": MixerShape(8192, 1, 8192, 16, 1, is_keyed=True),
+    "MiniMax": MixerShape(0, 64, 64, 128, 128),
+}
+
+
+def mixer_calls() -> Iterator[Call]:
+    """A layer's state, for one row and for several."""
+    for name, shape in MIXERS.items():
+        for num_rows in (1, 8):
+            yield f"states {name} T{num_rows}", partial(_mixer, shape, num_rows)
+
+
+def _mixer(shape: MixerShape, num_rows: int) -> None:
+    slots, (heads, keys, width) = torch.zeros(num_rows, dtype=torch.int32), shape[2:5]
+    if shape.channels:
+        x, kernel = torch.empty(num_rows, shape.channels), torch.empty(4 * shape.channels)
+        convolve_step(x, kernel, kernel, torch.empty(2, 3, shape.channels), slots, torch.empty_like(x), activates=True)
+    k, v = torch.empty(num_rows, shape.key_heads, keys), torch.empty(num_rows, heads, width)
+    decay = torch.empty((num_rows, heads, keys) if shape.is_keyed else (num_rows, heads))
+    rate = torch.empty(num_rows, heads) if shape.has_rate else None
+    state, out = torch.empty(2, heads, keys, width), torch.empty_like(v)
+    recur_step(k, k, v, decay, rate, state, slots, out)
+    if not shape.is_keyed:
+        skip = None if shape.has_rate else decay[0]
+        gated_step(k, k, v, Gates(decay, rate, decay[0], decay[0], 1e-3, skip), state, slots, out)
 
 
 # --- a token of published models

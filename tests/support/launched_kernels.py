@@ -30,7 +30,7 @@ def main() -> None:
 
     from moe_pack.formats import Pack
     from moe_pack.runtime.gpu.ahead import collected_launches
-    from moe_pack.runtime.gpu.gpu_engine import run_everything
+    from moe_pack.runtime.gpu.token.engine import run_everything
     from support.compiled_kernels import RecordingDriver
     from support.gpu_runs import GpuRun, gpu_engine
 

@@ -178,6 +178,8 @@ class _Functions(TorchFunctionMode):
             elif kwargs.get("device") is not None:
                 watch.add(found, "device")
                 watch.call(func.__name__, (), [found])
+                if func in (torch.tensor, torch.as_tensor):
+                    watch.order.host_waits()  # until its values are there
         return found
 
     def _moved(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -263,9 +265,9 @@ def _watched(watch: Watch, owner: type, name: str, patch: pytest.MonkeyPatch) ->
 
 def _watch_engines(watch: Watch, patch: pytest.MonkeyPatch) -> None:
     """Looks on while an engine is made and runs."""
-    from moe_pack.runtime.gpu.decoder import GpuDecoder
-    from moe_pack.runtime.gpu.gpu_engine import GpuEngine
     from moe_pack.runtime.gpu.prefill import GpuWeights
+    from moe_pack.runtime.gpu.token.decoder import GpuDecoder
+    from moe_pack.runtime.gpu.token.engine import GpuEngine
 
     make, launch, close = GpuEngine.__init__, GpuDecoder.launch, GpuEngine.close
 
@@ -277,13 +279,13 @@ def _watch_engines(watch: Watch, patch: pytest.MonkeyPatch) -> None:
                 inputs.tier.run_experts = _unseen(watch, inputs.tier.run_experts)
             make(self, inputs, *sizes)
 
-    def launch_captured(self: GpuDecoder, turn: int) -> None:
+    def launch_captured(self: GpuDecoder, turn: int, num_rows: int = 1) -> None:
         with watch.on():
             if not watch.is_looking:
-                launch(self, turn)
+                launch(self, turn, num_rows)
                 return
             with watch.order.captured():
-                launch(self, turn)
+                launch(self, turn, num_rows)
 
     def close_engine(self: GpuEngine) -> None:
         watch.order.synchronize()
@@ -293,7 +295,8 @@ def _watch_engines(watch: Watch, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GpuEngine, "close", close_engine)
     patch.setattr(GpuDecoder, "launch", launch_captured)
     for owner, name in ((GpuEngine, "tune"), (GpuWeights, "run_experts"), (GpuDecoder, "logits"),
-                        (GpuDecoder, "extend"), (GpuDecoder, "append")):  # fmt: skip
+                        (GpuDecoder, "extend"), (GpuDecoder, "append"), (GpuDecoder, "extend_each"),
+                        (GpuDecoder, "verify"), (GpuDecoder, "keep")):  # fmt: skip
         _watched(watch, owner, name, patch)
 
 
@@ -314,14 +317,14 @@ def _watch_share(watch: Watch, share: type[cpu_share.CpuShare], patch: pytest.Mo
         exchanges[id(self)] = next(each for each in args if isinstance(each, cpu_share.Exchange))
         make(self, *args)
 
-    def launch_share(self: Any, turn: int, layer_idx: int) -> None:
+    def launch_share(self: Any, turn: int, layer_idx: int, row: int = 0) -> None:
         if watch.is_looking:
-            there = exchanges[id(self)]
+            there = exchanges[id(self)].of_row(row)
             left = there.left[turn][layer_idx]
             reads = [there.x, there.weights, there.experts, left.a, left.counts, left.neurons]
             watch.call("the CPU's share", reads, [there.y])
         with watch.off():
-            launch(self, turn, layer_idx)
+            launch(self, turn, layer_idx, row)
 
     patch.setattr(share, "__init__", make_share)
     patch.setattr(share, "launch", launch_share)

@@ -163,7 +163,9 @@ class Order:
         self._check(f"{name} ({_site()})", self.host, reads, writes)
 
     def host_waits(self) -> None:
-        """The host waits for the current stream."""
+        """The host waits for the current stream, which nothing in a graph may do."""
+        if self.graph is not None:
+            raise OrderError("the host waits for the device while a graph is captured")
         _merge(self.host.clock, self.current.clock)
 
     def synchronize(self) -> None:

@@ -116,6 +116,7 @@ NOT_HERE = {
     "python tests/bench/family_table.py --docs": "writes docs/families.md, as tests/formats/test_expert_types.py",
     "make docs": "writes pages; tests/endtoend/test_documentation.py makes the same text",
     "python -m support.compiled_kernels": "compiles for a GPU; slow: tests/runtime/gpu/kernels/test_compiled.py",
+    "python -m support.amd_kernels": "compiles for AMD's GPUs; tests/runtime/gpu/kernels/test_amd.py has some",
     "make messages": "writes build/messages.txt, which tests/test_messages.py reads",
     "python -m support.references": "writes tests/data/references, as tests/endtoend/test_references.py",
     "python -c": "prints texts of Python's own documentation",

@@ -465,6 +465,26 @@ def test_models_with_states_draft_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_gpu_s_graphs_verify_what_the_layer_drafts(glm: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter: the layer follows the hidden states of graphs, and its drafts change no token."""
+    from support.plain_gpu import plain_gpu  # which needs Triton
+
+    import moe_pack.runtime.gpu.token.engine as gpu_engine
+
+    monkeypatch.setattr(gpu_engine, "run_everything", lambda *of_engine: None)
+    plain_gpu(monkeypatch).share = 1.0
+    answers = []
+    for options in (EngineOptions("cpu", draft="off"), EngineOptions("cuda", draft="mtp", kernels="portable")):
+        with Pack(glm.folder) as opened, Engine(opened, options, 48) as engine:
+            if engine.drafts is not None:
+                engine.drafts._gate = None
+            sampler = Sampler(SamplingOptions(temperature=0))
+            answers.append(list(generate(engine.decoder, IDS[:5], sampler, 6, frozenset(), engine.drafts)))
+            assert options.draft == "off" or (engine.drafts is not None and engine.drafts.counts.drafted > 0)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
 def test_drafts_that_are_right_save_passes(new_folder: Callable[[], Path]) -> None:
     for share_known, least, most in ((1.0, 8.0, 9.0), (0.5, 1.5, 3.0), (0.0, 1.0, 1.1)):
         with case(share_known):

@@ -9,7 +9,7 @@ import torch
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.gpu.fit import GpuRequest
-from moe_pack.runtime.gpu.gpu_engine import fit_to_gpu
+from moe_pack.runtime.gpu.token.engine import fit_to_gpu
 from moe_pack.runtime.model import Decoder, PackWeights
 
 CPU = torch.device("cpu")

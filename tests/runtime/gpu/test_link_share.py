@@ -12,12 +12,12 @@ from support.models import TinyMixtral, pack
 from support.native import kernels_limited_to
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.gpu import decoder as decoder_module
-from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import PromptShare, Rates
-from moe_pack.runtime.gpu.decoder import MovingSlots
 from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.kernels.tables import LEFT, MISSING, PULLED, RunningNeurons
+from moe_pack.runtime.gpu.token import decoder as decoder_module
+from moe_pack.runtime.gpu.token import experts as layer_experts
+from moe_pack.runtime.gpu.token.decoder import MovingSlots
 from moe_pack.runtime.offload.split import fastest_share
 
 
@@ -89,13 +89,13 @@ def test_algorithm_2_splits_each_layer_of_a_token_by_rates_alone(
     monkeypatch.setattr(decoder_module, "fastest_share", lambda *of_tokens: pytest.fail("no share is tried"))
     shape = TinyMixtral(num_layers=2, num_experts=6, config={"num_experts_per_tok": 3})
     pack(shape.write(tmp_path / "source"), tmp_path / "packed", selector="up")
-    compact, seen = token_step.compact, list[torch.Tensor]()
+    compact, seen = layer_experts.compact, list[torch.Tensor]()
 
     def watched(experts: torch.Tensor, tables: Any, running: RunningNeurons, *others: Any) -> None:
         compact(experts, tables, running, *others)
         seen.append(running.totals.clone())
 
-    monkeypatch.setattr(token_step, "compact", watched)
+    monkeypatch.setattr(layer_experts, "compact", watched)
     run, ids = GpuRun(0.4, pulled_share=0.4, by_expert=True), [5, 7]
     with gpu_decoder(tmp_path / "packed", run) as decoder:
         decoder.tune()

@@ -18,12 +18,13 @@ from support.ordered_engine import Watch
 from support.ordered_work import OrderError
 
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.gpu import devices, token_step
-from moe_pack.runtime.gpu.decoder import GpuDecoder, MovingSlots
+from moe_pack.runtime.gpu import devices
 from moe_pack.runtime.gpu.devices import Queues
-from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.residency import Residency
-from moe_pack.runtime.gpu.token_step import TokenStep
+from moe_pack.runtime.gpu.token import experts as layer_experts
+from moe_pack.runtime.gpu.token.decoder import GpuDecoder, MovingSlots
+from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
+from moe_pack.runtime.gpu.token.step import TokenStep
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="kernels run on a GPU")
 MOVING = GpuRun(0.6, pulled_share=0.0, dynamic_share=0.4)
@@ -107,20 +108,20 @@ MUTANTS = (
     Mutant("forks wait for nothing", Queues, "forked", f"stream.{WAIT}", "pass", split, "is not forked"),
     Mutant("joins wait for nothing", Queues, "join", ".wait_stream(self._forks[fork])", "", split,
            "current stream reads .* no order"),
-    Mutant("the CPU's input comes from a fork", token_step._SplitExperts, "launch", "elementwise.hand_over(",
+    Mutant("the CPU's input comes from a fork", layer_experts.SplitExperts, "launch", "elementwise.hand_over(",
            'with self._queues.forked("link"): elementwise.hand_over(', split,
            "the CPU's share .* cpu reads .* link writes"),
     Mutant("a result is copied on a fork", TokenStep, "run", "there[turn].copy_(",
            'with self.inputs.queues.forked("link"): there[turn].copy_(', split, "not joined"),
     Mutant("kernels start early in spite of forks", TokenStep, "run",
-           "chained(self.weights.memory.placement.is_whole)", "chained()", split,
+           "chained(self.weights.memory.placement.is_whole and layers.is_chained)", "chained()", split,
            "starts early, and not directly after a kernel"),
     Mutant("a graph waits for another", TokenStep, "run", "layers.start()",
            "self.inputs.queues.wait_for(self._own_pulled); layers.start()", moving, "in another graph"),
-    Mutant("the host does not wait for a token", GpuDecoder, "_one", "self._inputs.queues.mark().wait()", "pass", split,
-           "host reads page-locked .* current stream writes"),
-    Mutant("the host reads what a token writes", GpuDecoder, "_one", "between_tokens(1 - turn", "between_tokens(turn",
-           moving, "host reads page-locked .* current stream writes"),
+    Mutant("the host does not wait for a token", GpuDecoder, "_run_rows", "self._inputs.queues.mark().wait()", "pass",
+           split, "host reads page-locked .* current stream writes"),
+    Mutant("the host reads what a token writes", GpuDecoder, "_run_rows", "between_tokens(1 - turn",
+           "between_tokens(turn", moving, "host reads page-locked .* current stream writes"),
     Mutant("the host writes what a copy reads", MovingSlots, "between_tokens",
            "0 if self._coming else self._most_promoted(token_seconds)", "self._most_promoted(token_seconds)", moving,
            "host writes page-locked .* copies reads"),

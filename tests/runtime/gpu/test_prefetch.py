@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.placements import mostly_static, place_experts, usual_heat
-from moe_pack.runtime.gpu.prefetch import PredictionPlan
+from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.compute.router import expert_scores, router_weights
 from moe_pack.runtime.model.layers import router_logits, run_one_by_one

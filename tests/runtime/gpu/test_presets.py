@@ -7,23 +7,18 @@ import numpy as np
 import pytest
 import torch
 from support.cases import case
-from support.gpu_runs import CPU, TOLERANCE, expert_bytes_for, reference_logits
+from support.gpu_runs import TOLERANCE, reference_logits
 from support.models import TinyMixtral, pack
+from support.plain_gpu import PlainMemoryOfAGpu, plain_gpu
 from support.routings import random_routing
 
-import moe_pack.runtime.engine.engine as engine_module
-import moe_pack.runtime.engine.gpu as builder
-import moe_pack.runtime.gpu.gpu_engine as gpu_engine
+import moe_pack.runtime.gpu.token.engine as gpu_engine
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime import Engine, EngineOptions, offload, report
+from moe_pack.runtime import Engine, EngineOptions, report
 from moe_pack.runtime.engine import machine
-from moe_pack.runtime.engine.built import Setup
 from moe_pack.runtime.engine.machine import GpuHere
 from moe_pack.runtime.engine.report import RunReport, report_lines
-from moe_pack.runtime.gpu.devices import HostArena
-from moe_pack.runtime.gpu.fit import GpuRequest
-from moe_pack.runtime.gpu.gpu_engine import GpuInputs
 from moe_pack.runtime.offload import PRESETS, Approximations, PolicyName
 from moe_pack.runtime.offload.routing_file import write_routing
 
@@ -32,51 +27,9 @@ IDS = [(37 * i + 5) % 96 for i in range(3)]
 NO_ROUTING = "the next layer's router predicts, not {}: the pack has no routing of a profile; moe-pack attach adds it"
 
 
-BUDGET = 100 << 20
-
-
-class PlainMemory:
-    """A double of the driver: everything but experts takes just what leaves these so many bytes of the budget."""
-
-    expert_bytes = least_bytes = num_asked = 0
-
-    def used_bytes(self) -> int:
-        self.num_asked += 1
-        kept = gpu_engine._ROUNDING_BYTES + gpu_engine._SHARED_PIECE_BYTES
-        return BUDGET - kept - self.expert_bytes + self.least_bytes if self.num_asked > 1 else 0
-
-    def free_bytes(self) -> int:
-        return BUDGET
-
-
-class PlainMemoryOfAGpu:
-    """Replaces the builder's view of the GPU: plain memory, with space for a share of the experts."""
-
-    share = 0.6
-    inputs: GpuInputs  # of the last engine
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._memory, self._choose = PlainMemory(), builder.choose_inputs
-        monkeypatch.setattr(builder, "open_gpu", self._open)
-        monkeypatch.setattr(builder, "choose_inputs", self._chosen)
-
-    def _open(self, setup: Setup, device: torch.device) -> builder.GpuRun:
-        self._memory = PlainMemory()
-        return builder.GpuRun(CPU, self._memory, GpuRequest(BUDGET, setup.context_tokens, 4, "f32"), 1 << 30)
-
-    def _chosen(self, setup: Setup, run: builder.GpuRun, sharing: builder.Sharing) -> tuple[GpuInputs, offload.Preset]:
-        self.inputs, preset = self._choose(setup, run, sharing)
-        self._memory.least_bytes = self.inputs.least_bytes
-        self._memory.expert_bytes = expert_bytes_for(setup.pack, self.share, self.inputs.misses)
-        return self.inputs, preset
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> PlainMemoryOfAGpu:
-    monkeypatch.setattr(engine_module, "_device", lambda name: CPU)
-    monkeypatch.setattr(HostArena, "is_layer_locked", lambda self, layer_idx: True)
-    monkeypatch.setattr(HostArena, "is_locked", True)
-    return PlainMemoryOfAGpu(monkeypatch)
+    return plain_gpu(monkeypatch)
 
 
 @pytest.fixture

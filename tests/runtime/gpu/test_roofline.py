@@ -2,14 +2,14 @@
 
 import json
 import os
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gpu.flights import MEASURED, START_S, ReadRates, read_rate, read_rates
-from gpu.launches import CPU_CALL, Launch, TokenLaunches, count
-from gpu.packs import MIXTRAL, QWEN3, PackRequest
+from gpu.launches import CPU_CALL, Launch, LayerLaunches, TokenLaunches, count
+from gpu.packs import MIXTRAL, QWEN3, QWEN36, PackRequest
 from gpu.roofline import (
     CONTEXT_TOKENS,
     Launches,
@@ -21,6 +21,7 @@ from gpu.roofline import (
     kernel_times,
     moved_bytes,
     predict,
+    pulled_pass,
 )
 from gpu.runs import read_runs
 from gpu_report import FOLDER, measured_page
@@ -83,12 +84,14 @@ def test_without_forks_the_link_comes_first() -> None:
     assert not found.cpu.any() and not found.link.any()
 
 
-def subject() -> Subject:
-    """A layer of three experts with 64 neurons, of which half run; the only token chooses the first two."""
+def subject(*routes: tuple[int, int]) -> Subject:
+    """A layer of three experts with 64 neurons, of which half run; a token chooses the first two if none is given."""
     spec = small(num_layers=1, num_experts=3)
     layout = pack_layout(spec, plan_for(spec), ["BF16"] * len(dense_roles(spec)))
     request = PackRequest("small", "", plan_for, 0.5)
-    return Subject(request, layout, np.ones((1, 3)), np.ones((1, 3, 4)), np.array([[[0, 1]]]))
+    return Subject(
+        request, layout, np.ones((1, 3)), np.ones((1, 3, 4)), np.array([[each] for each in routes or [(0, 1)]])
+    )
 
 
 def placement(misses: Misses, has_selector: bool) -> GpuPlacement:
@@ -134,6 +137,39 @@ def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
     pulled = moved_bytes(one, placement("pull", False), runs, 0.0, num_sms=4)
     np.testing.assert_allclose(pulled.selectors, [[selector]])
     np.testing.assert_allclose(pulled.pulled, [[(16 + 32) * (1 - 32 / 96) * record]])
+
+
+def test_rows_of_a_pass_read_what_they_share_once() -> None:
+    """Two tokens choose the experts 0 and 1, and 1 and 2, of which a token alone reads two."""
+    pair, alone = subject((0, 1), (1, 2)), subject((0, 1))
+    one, found = (
+        moved_bytes(each, each.place(1 << 30, "auto"), each.runs(), 0.0, num_sms=4, num_rows=number)
+        for number, each in enumerate((alone, pair), 1)
+    )
+    np.testing.assert_allclose(found.select, 1.5 * one.select)
+    np.testing.assert_allclose(found.here, 1.5 * one.here)
+    assert (found.attention, found.partials, found.dense) == (2 * one.attention, 2 * one.partials, one.dense)
+
+    # Where rows are missing, each row reads the memory for itself, and what both lack comes once.
+    missing = placement("pull", False)
+    found = moved_bytes(pair, missing, pair.runs(), 0.0, num_sms=4, num_rows=2)
+    each = moved_bytes(pair, missing, pair.runs(), 0.0, num_sms=4)
+    np.testing.assert_allclose(found.here, each.here.sum(axis=0, keepdims=True))
+    np.testing.assert_allclose(found.pulled, each.pulled[:1])
+    np.testing.assert_allclose(found.selectors, each.selectors[:1])
+
+
+def test_rows_are_faster_together_and_slower_each() -> None:
+    for request in (MIXTRAL, QWEN3, QWEN36):
+        one, counts = Subject.of(request), Counts.read(COUNTS)
+        resident = [
+            sum(part.seconds for part in kernel_times(one, "H200", counts.of(request.model, n)["resident"], num_rows=n))
+            for n in (1, 2, 4, 8)
+        ]
+        capped = [pulled_pass(one, "H200", 11 << 30, counts.of(request.model, n)["pull"])[0] for n in (1, 2, 4, 8)]
+        for less, more in (pair for seconds in (resident, capped) for pair in pairwise(seconds)):
+            with case(request.name, less):
+                assert less < more < 2 * less
 
 
 def test_launches_take_as_long_as_they_were_measured_within_a_fifth() -> None:
@@ -211,17 +247,25 @@ def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults() -> Non
 def test_launches_are_those_on_the_page(tmp_path: Path) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("launches are counted in plain memory")
-    found = count("mixtral-8x7b", tmp_path)
-    assert found == list(Counts.read(COUNTS).of("mixtral-8x7b").values())
-    by_mode = {each.mode: each for each in found}
-    assert by_mode["split"].per_layer[Launch("cpu", CPU_CALL)] == 1
-    assert by_mode["pull"].total(lambda launch: launch.name == CPU_CALL) == 0
+    for model, num_rows in (("mixtral-8x7b", 1), ("qwen3.6-35b-a3b", 4)):
+        with case(model):
+            found = count(model, tmp_path, num_rows)
+            assert found == list(Counts.read(COUNTS).of(model, num_rows).values())
+            by_mode = {each.mode: each for each in found}
+            assert all(each.launches[Launch("cpu", CPU_CALL)] == num_rows for each in by_mode["split"].layers)
+            assert by_mode["pull"].total(lambda launch: launch.name == CPU_CALL) == 0
+    assert [(each.kind, each.number) for each in found[0].layers] == [("attention", 10), ("mixer", 30)]
 
 
 def test_counts_come_back_from_json() -> None:
-    counted = TokenLaunches("a", "pull", 32, {Launch("main", "x"): 2}, {Launch("link", "y"): 1})
+    layers = (
+        LayerLaunches("attention", 8, {Launch("main", "x"): 2}),
+        LayerLaunches("mixer", 24, {Launch("cpu", "x"): 3}),
+    )
+    counted = TokenLaunches("a", "pull", 4, layers, {Launch("link", "y"): 1})
     assert TokenLaunches.from_json(json.loads(json.dumps(counted.as_json()))) == counted
-    assert counted.total(lambda launch: True) == 32 * 2 + 1
+    assert counted.total(lambda launch: True) == 8 * 2 + 24 * 3 + 1
+    assert Launches.of(counted) == Launches(layer=0.5, cpu=2.25, link=0.0, others=1)
 
 
 def test_the_page_is_what_the_report_writes_of_the_files_beside_it() -> None:

@@ -35,9 +35,9 @@ from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format, tr
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.gpu.gpu_engine import run_everything
 from moe_pack.runtime.gpu.placements import Misses, place_experts, usual_heat
-from moe_pack.runtime.gpu.prefetch import PredictionPlan
+from moe_pack.runtime.gpu.token.engine import run_everything
+from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.model.compute.router import expert_scores

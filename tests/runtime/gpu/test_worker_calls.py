@@ -228,8 +228,8 @@ def share_of(tier: Tier, driver: Driver | None, limit_s: float = HANG_S) -> tupl
     """A share of two turns of two layers."""
     counts = torch.ones(2, PLACES // 2, K, dtype=torch.int32)
     whole = torch.zeros(0)
-    chosen = torch.tensor([5, 6], dtype=torch.int32)
-    exchange = Exchange(torch.ones(D), torch.ones(K), chosen, torch.zeros(D), whole, counts, whole, whole, ())
+    chosen = torch.tensor([[5, 6]], dtype=torch.int32)
+    exchange = Exchange(torch.ones(1, D), torch.ones(1, K), chosen, torch.zeros(1, D), whole, counts, whole, whole, ())
     given: Any = (tier, exchange, driver)
     return TierShare(*given, limit_s), exchange
 
@@ -242,7 +242,7 @@ def test_experts_are_the_same_in_the_thread_and_at_once() -> None:
             found = []
             for turn, layer_idx in ((0, 0), (0, 1), (1, 1)):
                 share.launch(turn, layer_idx)
-                found.append(exchange.y[0].item())
+                found.append(exchange.y[0, 0].item())
             share.check()
             assert found == [11.0, 12.0, 7.0]
             assert share.busy_seconds() > 0
@@ -262,7 +262,7 @@ def test_a_fault_of_the_experts_is_raised_once_and_the_thread_lives() -> None:
             tier.act = lambda: None
             share.launch(0, 1)
             share.check()
-            assert exchange.y[0] == 12
+            assert exchange.y[0, 0] == 12
 
 
 def test_experts_that_do_not_come_say_which_layer_waited() -> None:

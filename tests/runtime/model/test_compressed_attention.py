@@ -193,7 +193,7 @@ def made_by(opened: Pack, options: EngineOptions, ids: list[int]) -> list[int]:
 
 
 def test_gpus_refuse_the_parts_by_name() -> None:
-    assert cpu_only(COMPRESSED) == "several kinds of attention"
+    assert cpu_only(COMPRESSED) == "compressed attention"
     alone = replace(COMPRESSED, others=())
     assert cpu_only(alone) == "compressed attention"
 

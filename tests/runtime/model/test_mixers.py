@@ -12,10 +12,9 @@ from support.models import pack
 from support.native import INSTRUCTION_SETS, kernels_limited_to
 from support.specs import GROUPED, HYBRID
 
-from moe_pack.formats import Pack, RunError
+from moe_pack.formats import Pack
 from moe_pack.formats.parts.specs import cache_values, state_values
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.engine.options import EngineOptions, cpu_only
 from moe_pack.runtime.model import Decoder, PackWeights, open_weights, operations_for
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, LayerState
 from moe_pack.runtime.model.compute.recurrence import convolve, recur
@@ -274,23 +273,3 @@ def test_a_trial_pass_of_the_next_layer_leaves_its_state_alone() -> None:
     assert isinstance(trial, LayerState)
     trial.recurrent.fill_(1.0)
     assert not cache.of(0).recurrent.any()
-
-
-def test_gpus_refuse_what_they_do_not_run_by_name() -> None:
-    gated = replace(HYBRID.attention, gated=True)
-    cases = [
-        (HYBRID, "layers of gated_delta_net"),
-        (replace(GROUPED, attention=gated), "gates of attention"),
-        (replace(GROUPED, rope=None), "no rotary positions"),
-        (GROUPED, None),
-    ]
-    for spec, unsupported in cases:
-        with case(unsupported):
-            assert cpu_only(spec) == unsupported
-            options = EngineOptions(device="cuda")
-            if unsupported is None:
-                options.check_gpu(spec)
-                continue
-            with pytest.raises(RunError) as refused:
-                options.check_gpu(spec)
-            assert str(refused.value) == f"--device cuda does not support models with {unsupported}; use --device cpu"

@@ -138,3 +138,19 @@ def test_a_gpu_counts_the_bytes_that_its_cache_has() -> None:
             assert fixed.cache == cache.num_bytes
             plain = gpu_needs(made, 300, GpuCosts("bf16")).fixed(16)
             assert (fixed.workspace > plain.workspace) == (dtype in ("q8", "q4")), "torch dequantizes codes"
+
+
+def test_records_that_several_tokens_use_take_the_memory_of_slots_alone() -> None:
+    made = layout_of("mixtral-8x7b")
+    for num_bytes in (8_589_934_592, 42_949_672_960):
+        for misses in get_args(Misses):
+            with case((num_bytes, misses)):
+                one, several = (place_experts(made, num_bytes, misses, num_rows=number) for number in (1, 8))
+                kept = several.kept_bytes
+                assert one.kept_bytes == 0 and (kept > 0) == (misses == "pull")
+                assert several.num_bytes == one.num_bytes and several.scratch_bytes == one.scratch_bytes + kept
+                assert kept <= (one.dynamic_bytes - one.scratch_bytes) / 2
+                # A token pulls no more.
+                assert kept <= several.num_rows * several.num_active * several.slot_bytes.max()
+                ends = several.scratch_bytes + int((several.num_slots * several.slot_bytes).sum())
+                assert ends <= several.dynamic_bytes

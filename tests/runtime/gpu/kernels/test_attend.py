@@ -9,8 +9,7 @@ from support.cases import case
 from support.combinations import Combination, sample
 from torch import Tensor
 
-from moe_pack.runtime.gpu.kernels import attention
-from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace
+from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, splits
 from moe_pack.runtime.model.caches import KvDtype, RowStorage
 
 CPU = torch.device("cpu")
@@ -97,13 +96,13 @@ def test_a_cache_in_16_bit_is_read_as_the_values_it_holds(number: int, kernel_de
 
 
 def test_a_small_cache_has_one_split_and_a_large_one_a_wave_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "wave", lambda *_: 396)
+    monkeypatch.setattr(splits, "wave", lambda *_: 396)
 
-    def splits(context: int, num_heads: int = 32, num_kv_heads: int = 8) -> int:
-        return AttentionWorkspace.allocate(num_heads, num_kv_heads, 8, context, CPU).sums.shape[1]
+    def number(context: int, num_heads: int = 32, num_kv_heads: int = 8) -> int:
+        return AttentionWorkspace.allocate(num_heads, num_kv_heads, 8, context, CPU).sums.shape[2]
 
-    assert [splits(context) for context in (1, 32, 33, 500, 4096, 100_000)] == [1, 1, 2, 16, 49, 49]
-    assert splits(4096, 128, 1) == 49 and splits(5000, 16, 1) == 128 and splits(4096, 600, 400) == 1
+    assert [number(context) for context in (1, 32, 33, 500, 4096, 100_000)] == [1, 1, 2, 16, 49, 49]
+    assert number(4096, 128, 1) == 49 and number(5000, 16, 1) == 128 and number(4096, 600, 400) == 1
 
 
 @pytest.mark.parametrize("dtype", CODED)

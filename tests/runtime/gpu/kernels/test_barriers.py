@@ -18,7 +18,6 @@ from support.random_experts import Shape, random_tokens
 from moe_pack.formats import RouterSpec, part_format
 from moe_pack.runtime.gpu import devices
 from moe_pack.runtime.gpu.kernels import (
-    attention,
     elementwise,
     grids,
     matmul,
@@ -27,10 +26,14 @@ from moe_pack.runtime.gpu.kernels import (
     pull,
     router,
 )
+from moe_pack.runtime.gpu.kernels.attention import splits
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
+from moe_pack.runtime.gpu.kernels.mixers import recurrence
+from moe_pack.runtime.gpu.kernels.mixers.recurrence import TokenOperations, TokenStates
 from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.gpu.kernels.tables import RunningNeurons
+from moe_pack.runtime.model.compute.recurrence import Gates
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="kernels run on a GPU")
 CPU = torch.device("cpu")
@@ -61,6 +64,16 @@ def attend() -> None:
     token.attended(token.cache)
 
 
+def mixers() -> None:
+    """Rows of two slots, one of which has several, through a convolution and a recurrence."""
+    operations, slots = TokenOperations(), torch.tensor([1, 1, 0], dtype=torch.int32)
+    state = TokenStates(torch.zeros(2, 3, 40), torch.zeros(2, 2, 4, 40), slots)
+    x, numbers = torch.arange(120.0).view(3, 40), torch.ones(3, 2)
+    operations.convolve(x, torch.ones(160), None, state)
+    q, v = torch.ones(3, 1, 4), torch.ones(3, 2, 40)
+    operations.recur_gated(q, q, v, Gates(numbers, numbers, numbers[0], numbers[0]), state)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A kernel or a function of it with another text, what launches it, and what the error has to say."""
@@ -89,7 +102,7 @@ MUTANTS = (
     Mutant("planes", products.store_part, BARRIER, "pass", experts, LOADS),
     Mutant("activations", neurons._select_block, BARRIER, "pass", experts, LOADS),
     Mutant("biases", neurons._neurons_kernel, BARRIER, "pass", experts, LOADS),
-    Mutant("a token that enters", attention._attend_kernel, BARRIER, "pass", attend, LOADS),
+    Mutant("a token that enters", splits._attend_kernel, BARRIER, "pass", attend, LOADS),
     Mutant("logits", router._route_kernel, BARRIER, "pass", route, OTHERS),
     Mutant("no release", router._route_kernel, '"acq_rel"', '"acquire"', route, OTHERS),
     Mutant("no acquisition", router._route_kernel, '"acq_rel"', '"release"', route, OTHERS),
@@ -100,6 +113,8 @@ MUTANTS = (
            "stores other values than before, without a barrier"),
     Mutant("one place in a list", neurons._select_block, "+ before, neuron", "+ before * 0, neuron", experts,
            "stores different values to one place"),
+    Mutant("all rows of a slot", recurrence._rows_of_slot, "num_earlier == 0", "num_earlier >= 0", mixers,
+           "stores other values than program"),
 )  # fmt: skip
 
 
@@ -173,6 +188,6 @@ def test_a_kernel_starts_early_only_directly_after_another_one_of_its_graph(watc
                 norm_early()
 
 
-@pytest.mark.parametrize("launch", [experts, route, attend])
+@pytest.mark.parametrize("launch", [experts, route, attend, mixers])
 def test_kernels_do_not_race(launch: Callable[[], None]) -> None:
     launch()

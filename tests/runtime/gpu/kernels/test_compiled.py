@@ -37,8 +37,8 @@ READERS = {
 # Kernels of a token that may start before the end of the one before, and wait for it within, from sm_90 on.
 DEPENDENTS = {
     "_gemv", "_gated", "_norm_kernel", "_reduce", "_rotate_kernel", "_route_kernel", "_select_kernel",
-    "_compact_kernel", "_neurons_kernel", "_attend_kernel", "_combine_kernel", "_enter_rows_kernel",
-    "_enter_latent_kernel", "_leave_latent_kernel",
+    "_compact_kernel", "_neurons_kernel", "_attend_kernel", "_combine_kernel", "_enter_heads_kernel",
+    "_enter_latent_kernel", "_leave_latent_kernel", "_convolve_kernel", "_recur_kernel",
 }  # fmt: skip
 SUMS = {"_neurons_kernel", "_gather_row"}  # whose rows are added up
 # Every width, hidden size and GPU once, with the usual selector and another; `compiled_kernels.py` compiles the whole
@@ -110,7 +110,7 @@ def width_of(k: Compiled) -> int:
 def usual() -> list[Compiled]:
     """The usual kernels of a token, compiled in one process: its start takes as long as five of them."""
     names = "running up w4,running up t6,running mixed up,rotate back d2880,route sigmoid,predict 256"
-    return compiled((90,), names, (4, 16, "t6"), (4096,))
+    return compiled((90,), f"{names},states Qwen3.6,states Jamba", (4, 16, "t6"), (4096,))
 
 
 def of_call(found: list[Compiled], name: str) -> list[Compiled]:
@@ -156,8 +156,21 @@ def test_rotations_stay_in_registers(usual: list[Compiled]) -> None:
 
 def test_routers_and_predictions_compile(usual: list[Compiled]) -> None:
     kernels = ["_rank_kernel"] * 2 + ["_add_routes_kernel", "_score_paths_kernel", "_enter_pulled_kernel"]
-    assert [k.kernel for k in of_call(usual, "route sigmoid")] == ["_route_kernel"] * 4
+    assert [k.kernel for k in of_call(usual, "route sigmoid")] == ["_route_kernel"] * 5
     assert [k.kernel for k in of_call(usual, "predict")] == kernels + ["_forget_pulled_kernel"] * 2
+
+
+def test_states_of_mixers_stay_in_registers(usual: list[Compiled]) -> None:
+    found = of_call(usual, "states")
+    assert {k.call: [x.kernel for x in found if x.call == k.call] for k in found} == {
+        f"states {name} T{num_rows}": kernels
+        for num_rows in (1, 8)
+        for name, kernels in (
+            ("Qwen3.6", ["_convolve_kernel", "_recur_kernel", "_recur_kernel"]),  # decays and rates, and gates
+            ("Jamba", ["_recur_kernel"]),  # and the convolution above
+        )
+    }
+    assert not [k for k in found if k.stack_bytes or k.shared_bytes + k.launched_bytes > 2048]
 
 
 def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
@@ -176,7 +189,7 @@ def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
 
 
 def test_every_launch_says_how_many_warps_it_takes_and_that_products_and_sums_are_fused() -> None:
-    for path in Path(str(kernels.__path__[0])).glob("*.py"):
+    for path in Path(str(kernels.__path__[0])).rglob("*.py"):
         launches = [
             node
             for node in ast.walk(ast.parse(path.read_text()))

@@ -15,7 +15,7 @@ from support.named_formats import Name, named_expert
 from support.random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import NeuronFunction, Selector, part_format, trellis_format
+from moe_pack.formats import LimitedFunction, NeuronFunction, Selector, part_format, trellis_format
 from moe_pack.formats.pack.plans import FP8
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.gpu.fit import Slicing
@@ -162,6 +162,17 @@ def test_every_neuron_function_and_all_biases_equal_their_twins(
 ) -> None:
     shape = Shape(66, 64, selector, bias=("gate", "up", "down"), function=function)
     assert_equal_twin(alike(shape), 2, kernel_device)
+
+
+@pytest.mark.parametrize(
+    ("function", "selector"),
+    [("relu2", "up"), ("gelu_tanh", "none"), (LimitedFunction("clipped_silu", 1.5), "gate"),
+     (LimitedFunction("capped_silu", 0.5), "both")], ids=str,
+)  # fmt: skip
+def test_squares_gelu_and_functions_with_a_limit_equal_their_twins(
+    function: NeuronFunction, selector: Selector, kernel_device: torch.device
+) -> None:
+    assert_equal_twin(alike(Shape(66, 64, selector, function=function), 2), 2, kernel_device)
 
 
 def test_experts_of_several_kinds_run_together(kernel_device: torch.device) -> None:

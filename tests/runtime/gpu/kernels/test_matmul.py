@@ -95,6 +95,67 @@ def test_programs_take_several_blocks_only_of_matrices_of_which_two_waves_of_pro
         assert module.num_blocks(num_rows, Tile(4, 2), 96) == num_blocks
 
 
+# --- several vectors
+
+SEVERAL = (1, 2, 5, 8)
+
+
+def stored_on(form: PartFormat, shape: tuple[int, int], device: torch.device, seed: int = 0) -> StoredRows:
+    """A random matrix of a format on a device."""
+    layout, rows = random_rows(form, *shape, seed)
+    return StoredRows(torch.from_numpy(rows).to(device), part_of(layout, "weight"))
+
+
+def test_each_of_several_vectors_has_the_bits_that_it_has_alone(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "wave", lambda *_: 1)  # so that programs take several blocks of rows
+    for form, num_rows in (
+        (part_format(4, 64), 300),
+        (part_format(3, 64), 7),
+        (trellis_format(6, 64), 150),
+        (BF16, 70),
+    ):
+        matrix = stored_on(form, (num_rows, 192), kernel_device)
+        by, bias = on(kernel_device, random_norm(192, num_rows == 7)), torch.randn(num_rows, device=kernel_device)
+        for num_tokens in SEVERAL:
+            with case(format_text(form), num_tokens):
+                x = random_tokens(num_tokens, 192).to(kernel_device)
+                residual = torch.randn((num_tokens, num_rows), device=kernel_device)
+                found, normed, alone = (
+                    residual.clone(),
+                    torch.full_like(residual, torch.nan),
+                    torch.zeros_like(residual),
+                )
+                gemv(x, matrix, found, bias=bias, residual=found, scale=0.5)
+                normed_gemv(x, by, [Product(matrix, normed, bias)])
+                for row in range(num_tokens):
+                    gemv(x[row], matrix, alone[row], bias=bias, residual=residual[row], scale=0.5)
+                assert torch.equal(found, alone)
+                for row in range(num_tokens):
+                    normed_gemv(x[row], by, [Product(matrix, alone[row], bias)])
+                assert torch.equal(normed, alone)
+
+
+def test_products_of_several_vectors_are_those_of_plain_torch(kernel_device: torch.device) -> None:
+    for stored in FORMATS:
+        with case(format_text(stored)):
+            rows, part, values, magnitude = quantized(stored, 6, 384)
+            x, out = random_tokens(5, 384), torch.full((5, 6), torch.nan, device=kernel_device)
+            gemv(x.to(kernel_device), StoredRows(rows.to(kernel_device), part), out)
+            assert_near(out.cpu(), x @ values.T, product_magnitudes(x, magnitude))
+
+
+def test_several_rows_are_gathered_as_each_alone(kernel_device: torch.device) -> None:
+    matrix = stored_on(part_format(3, 64), (9, 192), kernel_device)
+    for ids in ([4], [8, 0], [3, 3, 1, 7, 2], [0, 1, 2, 3, 4, 5, 6, 8]):
+        given = torch.tensor(ids, dtype=torch.int32, device=kernel_device)
+        found = torch.full((len(ids), 192), torch.nan, device=kernel_device)
+        gather_row(matrix, given, found, scale=2.0)
+        for row, number in enumerate(ids):
+            assert torch.equal(found[row].cpu(), gathered(matrix.rows, matrix.part, number, 192, kernel_device, 2.0))
+
+
 # --- with the norm before
 
 

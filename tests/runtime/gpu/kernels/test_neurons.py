@@ -429,3 +429,44 @@ def test_memory_for_every_record_is_needed_where_all_are_pulled() -> None:
     found, landing = random_running(there.tables, [0], 0.5, 0), there.landing._replace(num_scratch=0)
     with pytest.raises(AssertionError, match=r"^there is memory for every record"):
         compact(torch.zeros(1, dtype=torch.int32), there.tables, found, landing, torch.zeros(1), there.pinned(1), False)
+
+
+def kernels_of(layer: PartlyThere, x: Tensor, experts: Tensor, k: int) -> Run:
+    """Runs tokens x [T, d] in experts [T * k] by one launch of each kernel."""
+    tables, device, num_tokens = layer.tables, layer.tables.arena.device, len(x)
+    there, numbers, f = x.to(device), experts.to(device), tables.record_at.shape[1]
+    found = RunningNeurons.allocate(k, f, device, num_programs=1 + k, num_tokens=num_tokens)
+    left, share = layer.pinned(num_tokens * k), torch.zeros(1, device=device)
+    select(there, numbers, tables, found)
+    compact(numbers, tables, found, layer.landing, share, left, is_split=False, num_tokens=num_tokens)
+    here = torch.full((num_tokens * k, 2, x.shape[1]), torch.nan, device=device)
+    neurons(there, numbers, tables, found, here, "here")
+    return Run(running_on(found, CPU), left, here.cpu(), here.cpu())
+
+
+ROUTES = {"shared": [5, 0, 5, 0, 5, 0], "some": [5, 0, 1, 5, 0, 2], "none": [5, 0, 1, 7, 4, 2]}
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("selector", ["up", "none"])
+def test_a_token_among_others_gives_the_bits_that_it_gives_alone(
+    selector: Selector, routes: str, kernel_device: torch.device
+) -> None:
+    """Experts of two formats."""
+    num_tokens, k, f, experts = 3, 2, 40, torch.tensor(ROUTES[routes], dtype=torch.int32)
+    shapes = [Shape(f, 64, selector, *map(named_format, trio), bias=("down",)) for trio in ((4, 2, 4), (2, 8, 3))]
+    x = random_tokens(num_tokens, 64)
+    there = partly_there(with_thresholds(random_layer(shapes * 4), x[0], 0.4), kernel_device, 0.0, k)
+    whole = kernels_of(there, x, experts, k)
+    assert whole.running.block == 32
+    for token in range(num_tokens):
+        its = slice(token * k, (token + 1) * k)
+        alone = kernels_of(there, x[token : token + 1], experts[its], k)
+        for place in range(k):
+            assert whole.entries(token * k + place) == alone.entries(place)
+            number = int(alone.running.totals[place, HERE])
+            units, expected = whole.running.units[token * k + place], alone.running.units[place]
+            assert torch.equal(units[:number], expected[:number])
+        assert torch.equal(whole.running.a[its], alone.running.a)
+        assert torch.equal(whole.running.totals[its], alone.running.totals)
+        assert torch.equal(whole.here[its], alone.here)

@@ -204,18 +204,56 @@ def test_the_norm_the_logits_and_the_shared_experts_weight_are_torchs(
         written.fill_(torch.nan)
     route(x.to(kernel_device), router, experts, routed)
 
-    alone = torch.full_like(routed.normed, torch.nan)
+    alone = torch.full((d,), torch.nan, device=kernel_device)
     norm(x.to(kernel_device), there, alone)
-    assert torch.equal(routed.normed, alone), "experts get the values that the norm's kernel gives"
+    assert torch.equal(routed.normed[0], alone), "experts get the values that the norm's kernel gives"
     torch.testing.assert_close(alone.cpu(), expected, rtol=2e-6, atol=2e-6)
     logits = expected @ rows.float().T + logit_bias
     bound = 1e-6 * (expected.abs() @ rows.float().abs().T + logit_bias.abs())
-    assert ((routed.logits.cpu() - logits).abs() <= 4 * bound).all()
+    assert ((routed.logits[0].cpu() - logits).abs() <= 4 * bound).all()
     of_shared = torch.sigmoid(shared.bfloat16().float() @ expected)
     torch.testing.assert_close(routed.shared_weight.cpu(), of_shared, rtol=2e-5, atol=1e-6)
-    chosen, weights = TORCH.route(routed.logits.cpu()[None], spec, None)
+    chosen, weights = TORCH.route(routed.logits.cpu(), spec, None)
     assert torch.equal(experts.cpu().long(), chosen[0])
-    assert (routed.weights.cpu() - weights[0]).abs().max() < 1e-6
+    assert (routed.weights.cpu() - weights).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 8])
+def test_each_of_several_tokens_is_routed_as_alone(num_tokens: int, kernel_device: torch.device) -> None:
+    def random(*shape: int, seed: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(kernel_device)
+
+    spec, d = RouterSpec("softmax_topk", 70, 3, True), 64
+    x, rows = 2 + random(num_tokens, d, seed=1), StoredRows(random(70, d, seed=2), stored_part("F32", d))
+    shared = StoredRows(random(1, d, seed=3).bfloat16(), stored_part("BF16", d))
+    router = Router(spec, Norm(random(d, seed=4), None, 1e-5), rows, None, None, shared)
+    predicted = torch.stack([torch.randperm(70)[:5] for _ in range(num_tokens)]).int().to(kernel_device)
+    is_resident = (torch.arange(70) % 3 > 0).int().to(kernel_device)
+    changes = (None, (predicted, None), (None, is_resident))
+    for which, change in enumerate(changes):
+        with case(which):
+            several, experts = routed_of(x, router, change)
+            for t in range(num_tokens):
+                own = None if change is None else (None if change[0] is None else change[0][t : t + 1], change[1])
+                one, chosen = routed_of(x[t : t + 1], router, own)
+                assert torch.equal(chosen[0], experts[t])
+                for found, alone in zip(several, one, strict=True):
+                    assert torch.equal(found[t], alone[0])
+
+
+def routed_of(
+    x: Tensor, router: Router, change: tuple[Tensor | None, Tensor | None] | None
+) -> tuple[list[Tensor], Tensor]:
+    """The outputs for some tokens, the numbers of changed experts after them, and the experts."""
+    num_tokens, k = len(x), router.spec.num_experts_per_tok
+    out = Routed.allocate(x.shape[1], router.spec, x.device, num_tokens)
+    num_changed = torch.full((num_tokens,), -1, dtype=torch.int32, device=x.device)
+    experts = torch.full((num_tokens, k), -1, dtype=torch.int32, device=x.device)
+    changed = None if change is None else ChangedChoice(change[0], change[1], 0.9, num_changed)
+    for _ in range(2):  # the counters are back at zero after a launch
+        route(x, router, experts, out, changed)
+        assert not out.num_done.any()
+    return [*out, num_changed], experts
 
 
 def test_without_a_shared_expert_its_weight_is_not_written(kernel_device: torch.device) -> None:
@@ -226,4 +264,4 @@ def test_without_a_shared_expert_its_weight_is_not_written(kernel_device: torch.
     stored = StoredRows(torch.zeros((5, 4), device=kernel_device), stored_part("F32", 4))
     route(ones, Router(spec, Norm(ones, None, 0.0), stored, None, None, None), experts, routed)
     assert routed.shared_weight == 7.0
-    assert experts.tolist() == [0, 1] and routed.weights.tolist() == [0.5, 0.5]
+    assert experts.tolist() == [0, 1] and routed.weights.tolist() == [[0.5, 0.5]]
