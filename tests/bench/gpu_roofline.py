@@ -2,7 +2,7 @@
 
     python tests/bench/gpu_roofline.py
 
-counts the launches (half a minute), and writes docs/benchmarks/gpu-launches.jsonl. `make gpu-report` writes what
+counts the launches (a minute), and writes docs/benchmarks/gpu-launches.jsonl. `make gpu-report` writes what
 follows from them, next to what `make gpu-check` measured, into docs/benchmarks/gpu.md. No GPU is needed.
 """
 
@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import fill
@@ -21,22 +22,36 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # launches are counted in plain 
 
 import click
 from benchlib import ROOT, table
-from gpu.flights import COPY_SHARE, DEPENDENT_START_S, LATENCY_S, START_S
-from gpu.launches import CPU_CALL, TO_GPU, TO_HOST, WAIT, Mode, TokenLaunches, count, is_kernel
-from gpu.packs import MIXTRAL, QWEN3, SKEW
+from gpu.flights import COPY_SHARE, DEPENDENT_START_S, INSTRUCTIONS, LATENCY_S, ROW_INSTRUCTIONS, START_S
+from gpu.launches import (
+    CPU_CALL,
+    TO_GPU,
+    TO_HOST,
+    WAIT,
+    Launch,
+    Mode,
+    TokenLaunches,
+    count,
+    is_kernel,
+    is_triton,
+)
+from gpu.packs import MIXTRAL, QWEN3, QWEN36, SKEW
 from gpu.roofline import (
     ATTEND_S,
     ATTEND_TILE_S,
+    CHOICE_S,
     CONTEXT_TOKENS,
     CPU_RATES,
     NUM_SMS,
     ROUTE_S,
     TOKEN_S,
+    KernelTime,
     Misses,
     Setup,
     Subject,
     kernel_times,
     predict,
+    pulled_pass,
 )
 from gpu.runs import Run
 
@@ -45,11 +60,15 @@ from moe_pack.runtime.gpu.fit import usual_budget
 
 COUNTS = ROOT / "docs" / "benchmarks" / "gpu-launches.jsonl"
 _GIB = 1 << 30
-_BUDGETS = (8, 11, 16, 24)  # GiB
-_MODELS = {"Mixtral-8x7B": MIXTRAL, "Qwen3-30B-A3B": QWEN3}
+_BUDGETS = (8, 11, 12, 16, 24)  # GiB
+_CAP = 11 << 30  # of drafts
+_MODELS = {"Mixtral-8x7B": MIXTRAL, "Qwen3-30B-A3B": QWEN3, "Qwen3.6-35B-A3B": QWEN36}
+_ROWS = (1, 2, 4, 8)  # of a pass, for these models
+_ROWS_GPU = "H200"
 _COUNTED = {
     "Mixtral-8x7B": "mixtral-8x7b",
     "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3.6-35B-A3B": "qwen3.6-35b-a3b",
     "DeepSeek-V2": "deepseek-v2",
     "gpt-oss-20b": "gpt-oss-20b",
 }
@@ -82,8 +101,8 @@ class Counts:
     date: str
     launches: tuple[TokenLaunches, ...]
 
-    def of(self, model: str) -> dict[Mode, TokenLaunches]:
-        return {each.mode: each for each in self.launches if each.model == model}
+    def of(self, model: str, num_rows: int = 1) -> dict[Mode, TokenLaunches]:
+        return {each.mode: each for each in self.launches if (each.model, each.num_rows) == (model, num_rows)}
 
     @classmethod
     def read(cls, path: Path) -> "Counts":
@@ -99,9 +118,10 @@ class Counts:
 def count_all() -> Counts:
     found = list[TokenLaunches]()
     with TemporaryDirectory() as folder:
-        for model in _COUNTED.values():
+        for name, model in _COUNTED.items():
             click.echo(f"counting {model}", err=True)
-            found += count(model, Path(folder))
+            for num_rows in _ROWS if name in _MODELS else (1,):
+                found += count(model, Path(folder), num_rows)
     command = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
     commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     return Counts(commit, f"{datetime.now(UTC):%Y-%m-%d}", tuple(found))
@@ -121,6 +141,17 @@ def measured_ms(runs: Sequence[Run]) -> Measured:
     }
 
 
+def measured_rows(runs: Sequence[Run]) -> dict[tuple[str, int | None, int], float]:
+    """Returns tokens a second of passes of several rows by pack, budget in bytes and rows, of the last run."""
+    found = dict[tuple[str, int | None, int], float]()
+    for run in runs:
+        known = known_gpu(run.gpu)
+        if not run.is_rehearsal and known is not None and known.name == _ROWS_GPU:
+            for row in run.of("RowsSpeed"):
+                found |= {(row["pack"], row["budget_bytes"], int(n)): rate for n, rate in row["tokens_per_s"].items()}
+    return found
+
+
 def predictions(runs: Sequence[Run]) -> str:
     subjects, counts = {name: Subject.of(request) for name, request in _MODELS.items()}, Counts.read(COUNTS)
     blocks = [
@@ -133,6 +164,8 @@ def predictions(runs: Sequence[Run]) -> str:
         *_assumptions(),
         *_kernels(subjects, counts, measured_ms(runs)),
         *_speeds(subjects, counts, measured_ms(runs)),
+        *_several(subjects, counts, measured_rows(runs)),
+        *_drafts(subjects, counts, measured_rows(runs)),
     ]
     return "\n\n".join(map(_wrapped, blocks)) + "\n"
 
@@ -153,26 +186,39 @@ def _launches(counts: Counts) -> Iterator[str]:
     yield "## Launches of a token"
     yield (
         "Counted in plain memory, where the engine of a shrunk model makes the launches of one token. What a layer "
-        "adds is the difference between models of three layers and of two. Totals are for the real number of layers: "
-        "*layers* are those with experts. In mode `split` a part of the records is missing, and the link and the CPU "
+        "adds is the difference between models of three layers and of two; Qwen3.6 has layers of two kinds, with a "
+        "mixer (Gated DeltaNet) and with attention. Totals are for the real number of layers: *layers* are those with "
+        "experts. *Kernels* are the project's, *torch* are operations of torch on the GPU. *Rows* are the tokens of a "
+        "pass. In mode `split` a part of the records is missing, and the link and the CPU "
         "share them; in `pull` the link brings all of them; in `resident` nothing is missing. *Copies* are between GPU "
         "and host. One CUDA graph has all of these. The host starts it once and waits once, for its end; *waits* also "
         "counts reads of GPU memory by the host. Copies of promoted records are not counted: no token waits for them."
     )
     kinds = (
-        is_kernel,
         lambda launch: launch.name in (TO_GPU, TO_HOST),
         lambda launch: launch.name == CPU_CALL,
         lambda launch: launch.name == WAIT,
     )
-    rows = []
-    for name, model in _COUNTED.items():
-        for mode, each in counts.of(model).items():
-            kernels, copies, calls, waits = (each.total(is_counted) for is_counted in kinds)
-            in_layer = sum(number for launch, number in each.per_layer.items() if is_kernel(launch))
-            rows.append([name, mode, each.num_layers, in_layer, kernels, copies, calls, 1 + waits])
-    header = ["model", "mode", "layers", "kernels a layer", "a token", "copies", "CPU calls", "waits"]
-    yield table(header, rows)
+    body = list[list[object]]()
+    for (name, model), num_rows in product(_COUNTED.items(), (1, 4)):
+        for mode, each in counts.of(model, num_rows).items():
+            copies, calls, waits = (each.total(is_counted) for is_counted in kinds)
+            for layers in each.layers:
+                own = [
+                    sum(n for launch, n in layers.launches.items() if is_one(launch)) for is_one in (_is_own, _is_torch)
+                ]
+                body.append([name, num_rows, mode, layers.kind, layers.number, *own, "", "", "", "", ""])
+            body[-1][7:] = [each.total(_is_own), each.total(_is_torch), copies, calls, 1 + waits]
+    header = ["model", "rows", "mode", "layers with", "layers", "kernels a layer", "torch a layer", "kernels"]
+    yield table([*header, "torch", "copies", "CPU calls", "waits"], body)
+
+
+def _is_own(launch: Launch) -> bool:
+    return is_kernel(launch) and is_triton(launch.name)
+
+
+def _is_torch(launch: Launch) -> bool:
+    return is_kernel(launch) and not is_triton(launch.name)
 
 
 def _assumptions() -> Iterator[str]:
@@ -193,10 +239,16 @@ def _assumptions() -> Iterator[str]:
             "- With everything resident, on an H100 and an H200, a layer's launches [start before the one before "
             f"ends](../kernels.md#launches). Such a start is assumed to take {1e6 * DEPENDENT_START_S:.2f} us, less by "
             "the time of a node of a graph.",
+            f"- torch's operations, too, take {1e6 * START_S:g} us each to start. Their values are a few KiB, which "
+            "take no time. States of mixers are read and written at the rate of a copy.",
             f"- Pulled records reach {LINK_SHARE:.0%} of the link's rate. A call of the CPU costs {1e6 * CALL_S:g} us.",
             f"- Attention and the router of a layer take {1e6 * (ATTEND_S + ATTEND_TILE_S + ROUTE_S):.1f} us in "
             f"addition, and a token {1e6 * TOKEN_S:g} us: its start and end, and the choice of the next one. Both are "
             "what the H200's tokens leave.",
+            f"- Of several rows, tokens are of different texts, and choose experts independently. A weight takes "
+            f"{INSTRUCTIONS:g} instructions of a thread; a further row adds {ROW_INSTRUCTIONS:g} in dense matrices, "
+            "which are decoded once, and all of them in experts, which each row decodes. The host chooses the rows' "
+            f"tokens one after the other, in {1e9 * CHOICE_S:.1f} ns for each entry of the vocabulary.",
             f"- The CPU computes its share at {rates_text}: two thirds of two channels of DDR5-5600 (89.6 GB/s), and "
             "three quarters of two channels of DDR4-3200 (51.2 GB/s).",
             f"- Attention reads the keys and values of {CONTEXT_TOKENS:,} tokens in bfloat16. Partial sums are written "
@@ -298,6 +350,61 @@ def _least_resident(subject: Subject) -> int:
     return next(
         budget for tenth in tenths if (budget := tenth * _GIB // 10) > whole and subject.expert_bytes(budget) >= whole
     )
+
+
+def _several(
+    subjects: dict[str, Subject], counts: Counts, measured: dict[tuple[str, int | None, int], float]
+) -> Iterator[str]:
+    yield "## Several rows"
+    yield (
+        f"Tokens a second of so many requests at once, all of them, on an {_ROWS_GPU} with everything resident. "
+        "*Times one* is the ratio to one request. *Longest* are the parts of a pass that take longest, in ms."
+    )
+    body = list[list[object]]()
+    for (name, subject), num_rows in product(subjects.items(), _ROWS):
+        counted = counts.of(subject.request.model, num_rows)["resident"]
+        parts = kernel_times(subject, _ROWS_GPU, counted, num_rows=num_rows)
+        seconds = sum(part.seconds for part in parts)
+        if num_rows == 1:
+            alone_s = seconds
+        found = measured.get((subject.request.name, None, num_rows))
+        cells = (f"{1e3 * seconds:.2f}", f"{num_rows / seconds:.0f}", f"{num_rows * alone_s / seconds:.2f}")
+        body.append([name, num_rows, *cells, _longest(parts), "" if found is None else f"{found:.0f}"])
+    yield table(["model", "rows", "ms a pass", "tokens a second", "times one", "longest", "measured"], body)
+
+
+def _longest(parts: list[KernelTime]) -> str:
+    ordered = sorted(parts, key=lambda part: -part.seconds)[:2]
+    return ", ".join(
+        f"{re.sub(' of [0-9,]+ launches and copies', '', part.name)} {1e3 * part.seconds:.2f}" for part in ordered
+    )
+
+
+def _drafts(
+    subjects: dict[str, Subject], counts: Counts, measured: dict[tuple[str, int | None, int], float]
+) -> Iterator[str]:
+    yield f"## Drafts in {_CAP / _GIB:.0f} GiB"
+    yield (
+        f"A pass of so many rows of one text on an {_ROWS_GPU} with `--misses pull`, where a record that several rows "
+        "lack comes once. *Tokens a second* are those of a pass of which every draft is kept. *Even at* is how many "
+        "tokens a pass must bring, its own included, to be as fast as single tokens. Drafts of one text that choose "
+        "the same experts more often than independent ones bring less over the link."
+    )
+    body = list[list[object]]()
+    for (name, subject), num_rows in product(subjects.items(), _ROWS):
+        counted = counts.of(subject.request.model, num_rows)["pull"]
+        seconds, pulled = pulled_pass(subject, _ROWS_GPU, _CAP, counted)
+        if num_rows == 1:
+            alone_s = seconds
+        found = measured.get((subject.request.name, _CAP, num_rows))
+        cells = (
+            f"{pulled / 1e6:,.0f}",
+            f"{1e3 * seconds:.1f}",
+            f"{num_rows / seconds:.0f}",
+            f"{seconds / alone_s:.1f}",
+        )
+        body.append([name, num_rows, *cells, "" if found is None else f"{found:.0f}"])
+    yield table(["model", "rows", "pulled, MB", "ms a pass", "tokens a second", "even at", "measured"], body)
 
 
 @click.command(help=__doc__)

@@ -48,12 +48,16 @@ from support.random_experts import (
 from torch import Tensor
 
 from gpu.comparing import EXP, Case, Difference, Prepared, against_rms, exact, excess, nans, random_values
+from gpu.mixer_cases import FORMS, state_case
 from gpu.predicted_cases import paths_case, pulled_ahead_case, routes_case, substituted_case
+from gpu.row_cases import row_cases
 from moe_pack.formats import NeuronFunction, NormSpec, PartFormat, RouterSpec, Selector
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
+    RowPositions,
+    View,
     attend,
     enter_latent,
     leave_latent,
@@ -112,6 +116,13 @@ _NEURONS: dict[Size, int] = {"real": 642, "tiny": 66, "2048 columns": 66, "4096 
 _FLOAT32, _TENSOR_CORES, _FAST = 1e-6, 3e-5, 0.015
 _CODES = 0.01  # of attention where the token's own key or value has another code
 _FAULT_LINES = 12
+# Key heads, heads, keys and values of a mixer, by whether sizes are real ones and whether it is Mamba.
+_MIXERS = {
+    (True, False): (16, 32, 128, 128),
+    (True, True): (1, 8192, 16, 1),
+    (False, False): (1, 2, 8, 40),
+    (False, True): (1, 70, 8, 1),
+}
 _NORMS = (NormSpec("rms", 1e-6), NormSpec("layer", 1e-6))
 
 
@@ -134,6 +145,10 @@ def cases(size: Size) -> Iterator[Case]:
         yield Case("route", f"{spec.kind}, {spec.num_experts} experts, substituted", partial(substituted_case, spec))
     for num_experts in (16, 256):
         yield Case("rank, score_paths", f"{num_experts} experts", partial(paths_case, num_experts))
+    for form in FORMS:
+        yield Case(
+            "convolve_step, recur_step", form, partial(state_case, form, _MIXERS[size == "real", form == "Mamba"])
+        )
     yield Case("add_routes", "2 layers of 8 experts", partial(routes_case, 300, 2, True))
     yield Case("enter_pulled, forget_pulled", "300 neurons", partial(pulled_ahead_case, "up"))
     for name in FORMATS[size]:
@@ -171,6 +186,8 @@ def cases(size: Size) -> Iterator[Case]:
     for stored in ("BF16", 4, "t5") if size == "real" else (4,):
         latent_shape = LatentShape(16, 128, 64, 128, 512, stored, 680, 19) if size == "real" else _TINY_LATENT
         yield Case("enter_latent, attend, leave_latent", str(stored), partial(latent_case, latent_shape))
+    if size in ("real", "tiny"):
+        yield from row_cases(d, f, size == "real")
 
 
 _WIDE: tuple[Size, ...] = ("2048 columns", "4096 columns")
@@ -281,13 +298,13 @@ def _route(spec: RouterSpec, d: int, device: torch.device) -> Prepared:
     logits, shared_weight = normed @ rows.float().T, torch.sigmoid(normed @ shared.float()[0])
 
     def compare() -> Difference:
-        chosen, weights = TORCH.route(routed.logits.cpu()[None], spec, bias)
+        chosen, weights = TORCH.route(routed.logits.cpu(), spec, bias)
         if not torch.equal(experts.cpu().long(), chosen[0]):
             return exact(False)
         error = max(
-            excess(routed.normed, normed, 1 + normed.abs()),
-            against_rms(routed.logits, logits),
-            excess(routed.weights, weights[0], weights[0].abs()),
+            excess(routed.normed[0], normed, 1 + normed.abs()),
+            against_rms(routed.logits[0], logits),
+            excess(routed.weights, weights, weights.abs()),
             excess(routed.shared_weight[0], shared_weight, torch.tensor(1.0)),
         )
         return Difference(error, 2 * EXP)
@@ -499,8 +516,9 @@ def reduce_case(shape: tuple[int, int, int], added: Sequence[str], device: torch
     return Prepared(launch, lambda: Difference(excess(out, expected, bounds), _FLOAT32))
 
 
-def hand_over_case(k: int, d: int, device: torch.device) -> Prepared:
-    given = (random_values(d), random_values(k, seed=1), torch.arange(k, dtype=torch.int32) + 3)
+def hand_over_case(k: int, d: int, device: torch.device, num_tokens: int = 1) -> Prepared:
+    experts = torch.arange(num_tokens * k, dtype=torch.int32).view(num_tokens, k) + 3
+    given = (random_values(num_tokens, d), random_values(num_tokens, k, seed=1), experts)
     there = [torch.zeros(each.shape, dtype=each.dtype, pin_memory=device.type == "cuda") for each in given]
     x, weights, experts = (each.to(device) for each in given)
 
@@ -614,11 +632,13 @@ def latent_case(shape: LatentShape, device: torch.device) -> Prepared:
     position = torch.tensor([at], dtype=torch.int32, device=device)
     moved, mixed, out = (nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
     workspace = AttentionWorkspace.allocate(heads, 1, rank, keys.shape[1], device)
+    places, stacked = RowPositions(position, torch.zeros_like(position)), there[None]
 
     def launch() -> None:
-        enter_latent((given[0], given[1]), given[2], angles, shape.interleaved, position, spec, kv_b, moved, there)
-        attend(moved, (there, there[..., :rank]), position, spec.scale, None, workspace, mixed)
-        leave_latent(mixed, spec, kv_b, out)
+        projected = (given[0][None], given[1][None])
+        enter_latent(projected, given[2], angles, shape.interleaved, places, spec, kv_b, moved[None], stacked)
+        attend(moved[None], (stacked, stacked[..., :rank]), places, View(spec.scale), workspace, mixed[None])
+        leave_latent(mixed[None], spec, kv_b, out[None])
 
     def compare() -> Difference:
         error = max(against_rms(out, expected), against_rms(there, cache.keys))

@@ -30,11 +30,11 @@ from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.engine.options import MissesOption
-from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.placements import Misses
-from moe_pack.runtime.gpu.prefetch import PredictionPlan
+from moe_pack.runtime.gpu.token.decoder import GpuDecoder
+from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, EncoderDecoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import PRESETS, PolicyName
@@ -52,7 +52,7 @@ def make_synthetic(results: Results, wanted: PackRequest, is_tiny: bool = False)
     spec = _tiny(wanted.model) if is_tiny or results.is_rehearsal else model_spec(wanted.model, None)
     plan = wanted.plan(spec)
     files = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec))).files()
-    folder = _folder_for(wanted.name, sum(file.num_bytes for _, file in files), results.is_rehearsal)
+    folder = folder_for(wanted.name, sum(file.num_bytes for _, file in files), results.is_rehearsal)
     if not (folder / "manifest.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         character = SyntheticTraits(wanted.sparsity, skewed_popularity(spec, SKEW, 0), CORRELATION, 0)
@@ -70,7 +70,7 @@ def _tiny(model: str) -> ModelSpec:
 
 def make_demo(results: Results, sparsity: float) -> Path:
     """The demo model in 4 bits, with this share of its neurons below their thresholds."""
-    folder = _folder_for(f"demo-{sparsity:g}", _DEMO_BYTES, results.is_rehearsal)
+    folder = folder_for(f"demo-{sparsity:g}", _DEMO_BYTES, results.is_rehearsal)
     if not (folder / "manifest.json").exists():
         command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(DEMO_MODEL), "--quantizer", "nearest"]
         command += ["--selector-bits", "4", "--record-bits", "4", "--sparsity", str(sparsity), "-o", str(folder)]
@@ -93,7 +93,7 @@ def _folders(is_rehearsal: bool) -> list[Path]:
     return [*([MEMORY / f"moe-pack-gpu-{os.getuid()}"] if has_memory else []), on_disk]
 
 
-def _folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
+def folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
     """Returns a pack's folder: where it exists, else the first place with enough free space.
 
     Raises:  OSError if no place has enough.

@@ -9,13 +9,14 @@ that were timed on an H200 with the grids of 256 programs (`MEASURED`). Register
 test_occupancy.py compares with compiled kernels.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.convert.plan.machines import GPUS
 from moe_pack.formats import PackLayout
-from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.gpu.kernels.grids import Gpu, Registers
+from moe_pack.runtime.model.mixers import projections_of
 
 Grids = Literal["waves", "256 programs"]
 
@@ -26,9 +27,12 @@ DEPENDENT_START_S = START_S - 0.93e-6
 DEPENDENT_CAPABILITY = 90
 COPY_SHARE = 0.875  # of a data sheet's rate: 4.2 of 4.8 TB/s (docs/benchmarks/gpu.md)
 INSTRUCTIONS = 3.3  # of a thread for a weight: 3.1 in `select` of 2 bits, 3.6 in `gemv` of 4 bits (as ncu counts them)
+# Assumed, not measured: what a weight of a dense matrix takes for each further row of a pass, decoded once for all.
+ROW_INSTRUCTIONS = 1.5
 CLOCK = {"RTX 3090": 1.70e9, "RTX 4090": 2.52e9, "H100": 1.755e9, "H200": 1.755e9}
 SMS = {"RTX 3090": (86, 82), "RTX 4090": (89, 128), "H100": (90, 132), "H200": (90, 132)}  # capability, number
 _SCHEDULERS = 4
+_AT_ONCE = 3  # matrices of a launch
 _TILE_WARPS, _TILE_ROWS = 4, 4  # of a row of 4,096 columns; of 2,048 columns half the warps
 
 
@@ -51,32 +55,44 @@ def read_rate(gpu: str, flight_bytes: float, weights_a_byte: float) -> float:
     return float((copy**-2 + flight**-2 + issue**-2) ** -0.5)
 
 
-def read_rates(layout: PackLayout, gpu: str, grids: Grids) -> ReadRates:
-    """Returns the rates of a model with attention of grouped queries, its experts alike in sizes."""
-    spec = layout.spec
-    attention, d = spec.attention, spec.hidden_size
-    assert isinstance(attention, GroupedQuerySpec), "the models of the page"
-    heads, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+def read_rates(layout: PackLayout, gpu: str, grids: Grids, num_rows: int = 1, rows_of_expert: float = 1.0) -> ReadRates:
+    """Returns the rates of a model whose experts are alike in sizes.
+
+    Args:    num_rows: of a pass.   rows_of_expert: of these, those that an expert serves, each by decoding it again.
+    """
+    spec, d = layout.spec, layout.spec.hidden_size
     sizes = {
         role.role.name: role.entry.num_bytes / role.role.shape[0] for role in layout.dense if len(role.role.shape) > 1
     }
-    chip = _Chip(Gpu.of(*SMS[gpu]), grids)
-    qkv = chip.of_rows(heads + 2 * keys, d, sizes["layers.0.attention.q"])
-    out = chip.of_rows(d, heads, sizes["layers.0.attention.o"])
+    chip, again = _Chip(Gpu.of(*SMS[gpu]), grids), 1 + (num_rows - 1) * ROW_INSTRUCTIONS / INSTRUCTIONS
+    num_bytes, seconds = 0.0, 0.0
+    for rows, cols, row_bytes in _first_halves(layout):
+        flight = chip.of_rows(rows, cols, row_bytes)
+        num_bytes += rows * row_bytes
+        seconds += rows * row_bytes / read_rate(gpu, flight, again * cols / row_bytes)
     head_row = sizes["embed" if spec.tied_head else "head"]
-    shares = ((heads + 2 * keys) * d, heads * d)
-    times = [share / read_rate(gpu, flight, d / sizes["layers.0.attention.q"])
-             for share, flight in zip(shares, (qkv, out), strict=True)]  # fmt: skip
     experts = [each for layer in layout.experts for each in layer]
     selector = sum(each.selector.row_bytes if each.selector else 0 for each in experts) / len(experts)
     record = sum(each.records.row_bytes for each in experts) / len(experts)
     k, f = spec.router.num_experts_per_tok, spec.expert.intermediate_size
     return ReadRates(
-        dense=sum(shares) / sum(times),
-        head=read_rate(gpu, chip.of_rows(spec.vocab_size, d, head_row), d / head_row),
-        select=read_rate(gpu, chip.of_selectors(k, f, d, selector), d / selector),
-        records=read_rate(gpu, chip.of_records(d, record), 2 * d / record),
+        dense=num_bytes / seconds,
+        head=read_rate(gpu, chip.of_rows(spec.vocab_size, d, head_row), again * d / head_row),
+        select=read_rate(gpu, chip.of_selectors(k, f, d, selector), rows_of_expert * d / selector),
+        records=read_rate(gpu, chip.of_records(d, record), rows_of_expert * 2 * d / record),
     )
+
+
+def _first_halves(layout: PackLayout) -> Iterator[tuple[int, int, float]]:
+    """Yields rows, columns and bytes of a row of the large products of attention and mixers, launch by launch."""
+    matrices = {role.role.name: role for role in layout.dense}
+    for layer in range(layout.spec.num_hidden_layers):
+        mixer = layout.spec.mixer_of(layer)
+        part, names = ("attention", "qkv") if mixer is None else ("mixer", projections_of(mixer).names)
+        for group in (tuple(names)[:_AT_ONCE], ("o",)):
+            each = [matrices[f"layers.{layer}.{part}.{name}"] for name in group]
+            rows = sum(matrix.role.shape[0] for matrix in each)
+            yield rows, each[0].role.shape[1], sum(matrix.entry.num_bytes for matrix in each) / rows
 
 
 @dataclass(frozen=True, slots=True)

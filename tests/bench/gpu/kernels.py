@@ -26,8 +26,8 @@ from moe_pack.convert.synthetic import WeightDistribution, random_rows, random_s
 from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, part_format
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.runtime.gpu.fit import EXACT_HALVES, FAST_HALVES, Slicing
-from moe_pack.runtime.gpu.kernels import attention, grids, matmul, neurons, tables
-from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend
+from moe_pack.runtime.gpu.kernels import grids, matmul, neurons, tables
+from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, RowPositions, View, attend, splits
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.grouped import Group, PassMemory, combine, run_group, sort_pairs
 from moe_pack.runtime.gpu.kernels.halves import Halves, round_rows
@@ -181,7 +181,7 @@ def _with_grids(scale: float) -> Iterator[None]:
         return max(1, round(scale * grids.wave(registers, num_warps, shared_bytes)))
 
     with ExitStack() as stack:
-        for module in (attention, matmul, neurons, tables):
+        for module in (splits, matmul, neurons, tables):
             stack.enter_context(patch.object(module, "wave", wave))
         yield
 
@@ -268,12 +268,13 @@ class _Lists:
 def _attends(caches: Tensor, rows: RowStorage, heads: int) -> Callable[[int], None]:
     """Attention of one token at the last position, over the copy [keys and values, heads, context, n] of a number."""
     (_, _, kv_heads, context, _), (head_dim,) = caches.shape, rows.parts
-    q, out = (torch.randn(heads, head_dim, device=caches.device) for _ in range(2))
+    q, out = (torch.randn(1, heads, head_dim, device=caches.device) for _ in range(2))
     position = torch.full((1,), context - 1, dtype=torch.int32, device=caches.device)
     workspace = AttentionWorkspace.allocate(heads, kv_heads, head_dim, context, caches.device)
+    at, view = RowPositions(position, torch.zeros_like(position)), View(head_dim**-0.5)
 
     def attend_once(number: int) -> None:
-        attend(q, (caches[number, 0], caches[number, 1]), position, head_dim**-0.5, None, workspace, out, rows=rows)
+        attend(q, (caches[number, :1], caches[number, 1:]), at, view, workspace, out, rows=(rows, rows))
 
     return attend_once
 

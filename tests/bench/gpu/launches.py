@@ -3,7 +3,8 @@
 The engine of a shrunk model makes a token's launches in plain memory; they are counted, and do not run: a CUDA graph
 repeats the same launches whatever the values are. Memory counts as the GPU's if it was allocated for the engine's
 device, and as the host's if it would be page-locked there; a copy between the two is one over the link. The difference
-between models of three layers and of two is a layer's. Importing this needs Triton, as its interpreter.
+between models of three layers and of two is a layer's; a model with mixers has layers of two kinds. Importing this
+needs Triton, as its interpreter.
 """
 
 from collections import Counter
@@ -23,16 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from moe_pack.formats import BF16, dense_roles, uniform_plan
+from moe_pack.formats import BF16, ModelSpec, dense_roles, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
-from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import PoolShare
 from moe_pack.runtime.gpu.devices import Queues
 from moe_pack.runtime.gpu.fit import EXACT_HALVES, Slicing
+from moe_pack.runtime.gpu.token import experts as layer_experts
 
 Queue = Literal["main", "cpu", "link"]
 Mode = Literal["split", "pull", "resident"]
+LayerKind = Literal["attention", "mixer"]
 # The names of what is counted and is no kernel.
 TO_GPU, TO_HOST, CPU_CALL, WAIT = "copy to the GPU", "copy to the host", "call of the CPU", "wait of the host"
 _PULLS = ("pull_records", "pull_selectors")  # one launch each
@@ -40,6 +42,8 @@ _PULLS = ("pull_records", "pull_selectors")  # one launch each
 # of the records.
 _RUNS = {"split": GpuRun(0.6), "pull": GpuRun(0.6, misses="pull"), "resident": GpuRun(1.0)}
 _SPARSITY = 0.5
+_LEAST_LAYERS = 2
+_ALLOCATIONS = ("empty", "empty_like", "new_empty")  # by names of torch's operations: they launch nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,62 +55,100 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerLaunches:
+    """The launches of a MoE layer of a kind. `number`: of such layers in the real model."""
+
+    kind: LayerKind
+    number: int
+    launches: dict[Launch, int]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLaunches:
-    """The launches of a model's token. `per_layer`: of a MoE layer; `others`: of all else, dense layers included."""
+    """The launches of a model's pass of few tokens. `others`: of all but MoE layers, dense layers included."""
 
     model: str
     mode: Mode
-    num_layers: int
-    per_layer: dict[Launch, int]
+    num_rows: int
+    layers: tuple[LayerLaunches, ...]
     others: dict[Launch, int]
 
+    @property
+    def num_layers(self) -> int:
+        return sum(each.number for each in self.layers)
+
     def total(self, is_counted: Callable[[Launch], bool]) -> int:
-        """Returns how many launches of some kinds the real model's token has."""
+        """Returns how many launches of some kinds the real model's pass has."""
+        counted = ((self.others, 1), *((each.launches, each.number) for each in self.layers))
         return sum(
-            number * times
-            for numbers, times in ((self.per_layer, self.num_layers), (self.others, 1))
-            for launch, number in numbers.items()
-            if is_counted(launch)
+            number * times for numbers, times in counted for launch, number in numbers.items() if is_counted(launch)
         )
 
     def as_json(self) -> dict[str, Any]:
-        values: dict[str, Any] = {"model": self.model, "mode": self.mode, "num_layers": self.num_layers}
-        for name, numbers in (("per_layer", self.per_layer), ("others", self.others)):
-            values[name] = {}
-            for launch, number in numbers.items():
-                values[name].setdefault(launch.queue, {})[launch.name] = number
-        return values
+        values: dict[str, Any] = {"model": self.model, "mode": self.mode, "num_rows": self.num_rows}
+        values["layers"] = [
+            {"kind": each.kind, "number": each.number, "launches": _by_queue(each.launches)} for each in self.layers
+        ]
+        return values | {"others": _by_queue(self.others)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TokenLaunches":
-        def numbers(name: str) -> dict[Launch, int]:
-            queues = values[name].items()
-            return {Launch(queue, kind): number for queue, kinds in queues for kind, number in kinds.items()}
+        def numbers(queues: dict[Queue, dict[str, int]]) -> dict[Launch, int]:
+            return {Launch(queue, kind): number for queue, kinds in queues.items() for kind, number in kinds.items()}
 
-        return cls(values["model"], values["mode"], values["num_layers"], numbers("per_layer"), numbers("others"))
+        layers = tuple(
+            LayerLaunches(each["kind"], each["number"], numbers(each["launches"])) for each in values["layers"]
+        )
+        return cls(values["model"], values["mode"], values["num_rows"], layers, numbers(values["others"]))
+
+
+def _by_queue(launches: dict[Launch, int]) -> dict[Queue, dict[str, int]]:
+    found: dict[Queue, dict[str, int]] = {}
+    for launch, number in launches.items():
+        found.setdefault(launch.queue, {})[launch.name] = number
+    return found
 
 
 def is_kernel(launch: Launch) -> bool:
+    """Whether a launch is of a kernel, the project's or torch's."""
     return launch.name not in (TO_GPU, TO_HOST, CPU_CALL, WAIT)
 
 
-def count(model: str, folder: Path) -> list[TokenLaunches]:
-    """Counts a model's launches in every mode.
+def is_triton(name: str) -> bool:
+    """Whether a launch is of a kernel of the project, and not of torch's."""
+    return name.startswith("_") or name in _PULLS
+
+
+def count(model: str, folder: Path, num_rows: int = 1) -> list[TokenLaunches]:
+    """Counts a model's launches in every mode, for tokens of so many sequences in a pass.
 
     Args:    folder: for packs, which are kept.
     """
-    found = []
     real = model_spec(model, None)
+    shrunk_layers = shrunk(model, _LEAST_LAYERS).moe_layers
+    assert real.num_hidden_layers - len(real.moe_layers) == _LEAST_LAYERS - len(shrunk_layers), "as many dense layers"
+    kinds = [_kind(real, layer) for layer in real.moe_layers]
+    found = []
     for mode in get_args(Mode):
-        few, more = (_count(model, number, folder, _RUNS[mode]) for number in (2, 3))
-        per_layer, num_layers = more - few, len(real.moe_layers)
-        shrunk_layers = len(shrunk(model, 2).moe_layers)
-        assert real.num_hidden_layers - num_layers == 2 - shrunk_layers, "as many layers without experts"
-        others = {launch: few[launch] - shrunk_layers * per_layer[launch] for launch in few}
+        run, by_layers = replace(_RUNS[mode], num_sequences=num_rows, num_rows=num_rows), dict[int, Counter[Launch]]()
+        each = list[LayerLaunches]()
+        for kind in sorted(set(kinds)):
+            layer = next(l for l in real.moe_layers if l >= _LEAST_LAYERS and _kind(real, l) == kind)
+            for number in (layer, layer + 1):
+                by_layers.setdefault(number, _count(model, number, folder, run))
+            each.append(LayerLaunches(kind, kinds.count(kind), dict(by_layers[layer + 1] - by_layers[layer])))
+        few = by_layers.setdefault(_LEAST_LAYERS, _count(model, _LEAST_LAYERS, folder, run))
+        others = Counter(few)
+        for layers in each:
+            shared = sum(_kind(real, layer) == layers.kind for layer in shrunk_layers)
+            others.subtract({launch: shared * number for launch, number in layers.launches.items()})
         assert min(others.values()) >= 0, f"layers of {model} do not launch the same"
-        others = {launch: number for launch, number in others.items() if number}
-        found.append(TokenLaunches(model, mode, num_layers, dict(per_layer), others))
+        found.append(TokenLaunches(model, mode, num_rows, tuple(each), {l: n for l, n in others.items() if n}))
     return found
+
+
+def _kind(spec: ModelSpec, layer: int) -> LayerKind:
+    return "attention" if spec.mixer_of(layer) is None else "mixer"
 
 
 def _count(model: str, num_layers: int, folder: Path, run: GpuRun) -> Counter[Launch]:
@@ -114,7 +156,7 @@ def _count(model: str, num_layers: int, folder: Path, run: GpuRun) -> Counter[La
     with counter.watching(), gpu_decoder(_pack(model, num_layers, folder), run) as decoder:
         counter.launches.clear()
         with counter:
-            decoder.next_logits([0])
+            decoder.extend_each(decoder.sequences, [0] * run.num_rows)
     return Counter(counter.launches)
 
 
@@ -149,11 +191,6 @@ class PromptLaunches:
 
         steps = self.num_steps if num_steps is None else num_steps
         return self.num_layers * (number(self.per_layer) + (steps - 1) * number(self.step)) + number(self.others)
-
-
-def is_triton(name: str) -> bool:
-    """Whether a launch is of a kernel of the project, and not of torch's."""
-    return name.startswith("_")
 
 
 def count_prompt(model: str, folder: Path, num_tokens: int, num_halves: int = EXACT_HALVES) -> PromptLaunches:
@@ -217,7 +254,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
                 (GridExecutor, "__call__", add_kernel),
                 (PoolShare, "launch", add(CPU_CALL)),
                 (Queues, "forked", lambda _, fork: self._on(fork)),
-                *((token_step, name, add(name)) for name in _PULLS),
+                *((layer_experts, name, add(name)) for name in _PULLS),
             ):
                 stack.enter_context(patch.object(owner, name, action))
             stack.enter_context(self._memory)
@@ -237,7 +274,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             made_new = [each for each in tree_leaves(found) if isinstance(each, Tensor) and not is_gpu(each)]
             for each in made_new:  # of an operation that returns no view
                 self._memory.add(each)
-            if made_new:
+            if made_new and name not in _ALLOCATIONS:
                 self._add(name)
         return found
 

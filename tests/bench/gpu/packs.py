@@ -35,6 +35,7 @@ def even_plan(bits: int) -> Callable[[ModelSpec], Plan]:
 
 
 # Mixtral-8x7B with selectors of 2 bits, records of 2 and 4 by turns, 80% of the neurons not running; Qwen3-30B-A3B in 4
-# bits, all neurons running.
+# bits, all neurons running; and Qwen3.6-35B-A3B likewise.
 MIXTRAL = PackRequest("mixtral-8x7b-mixed", "mixtral-8x7b", mixed_plan, 0.8)
 QWEN3 = PackRequest("qwen3-30b-a3b-4bit", "qwen3-30b-a3b", even_plan(4), 0.0)
+QWEN36 = PackRequest("qwen3.6-35b-a3b-4bit", "qwen3.6-35b-a3b", even_plan(4), 0.0)

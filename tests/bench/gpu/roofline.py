@@ -7,7 +7,8 @@ Rates are those that kernels' grids allow (`gpu.flights`).
 `serial` is everything outside of forks: dense matrices, attention, selectors, the sum of parts, and a gap for each
 launch. `here`: neurons whose records are in GPU memory. `CPU`: a call of the CPU and the records that it computes
 from host memory. `link`: records that the GPU pulls, and their neurons. If every missing record is pulled, the link is
-serial. Routes are drawn; of an expert's neurons as many run as are expected.
+serial. Routes are drawn; of an expert's neurons as many run as are expected. A pass may have several rows, tokens that
+choose experts independently: dense weights and resident experts come from memory once for all of them.
 """
 
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ ROUTE_S = 2.6e-6  # likewise of a router: launches take 3.7 us with 8 experts, 5
 # A token outside of its launches: start and end, the logits' way, and the choice of the next token, drawn on the host.
 # Fitted: what 3.15 ms of Mixtral and of Qwen3 leave.
 TOKEN_S = 500e-6
+# The choice of another row's token on the host, for each entry of the vocabulary: 0.29 ms of 151,936 (ibid., greedy).
+CHOICE_S = 1.9e-9
 _DRAWN_TOKENS = 128
 _UNITS_BYTES = 4  # of a row's offset in a table or a list, and of a neuron's number
 
@@ -71,7 +74,7 @@ class Rates:
     layer_launch_s: float = START_S  # of a layer's launches that are not on forks
     call_s: float = CALL_S
     token_s: float = TOKEN_S
-    latency_s: float = ATTEND_S + ATTEND_TILE_S + ROUTE_S  # of a layer's attention and router
+    latency_s: float = ATTEND_S + ATTEND_TILE_S + ROUTE_S  # of a layer's attention, or mixer, and router
 
     @property
     def pulled_share(self) -> float:
@@ -79,29 +82,47 @@ class Rates:
         return self.link / (self.link + self.cpu)
 
 
-def rates_of(gpu: str, cpu_rate: float, layout: PackLayout, mode: Mode, grids: Grids = "waves") -> Rates:
+def rates_of(
+    gpu: str,
+    cpu_rate: float,
+    layout: PackLayout,
+    mode: Mode,
+    grids: Grids = "waves",
+    num_rows: int = 1,
+    rows_of_expert: float = 1.0,
+) -> Rates:
+    """Returns the rates of a pass; `num_rows` and `rows_of_expert` as of `read_rates`."""
     memory, link = COPY_SHARE * GPUS[gpu].memory_rate, LINK_SHARE * GPUS[gpu].link_rate
-    is_chained = mode == "resident" and grids == "waves" and SMS[gpu][0] >= DEPENDENT_CAPABILITY
+    has_waves = grids == "waves" and SMS[gpu][0] >= DEPENDENT_CAPABILITY
+    is_chained = mode == "resident" and has_waves and layout.spec.mixer is None
     layer_launch_s = DEPENDENT_START_S if is_chained else START_S
-    return Rates(memory, link, cpu_rate, read_rates(layout, gpu, grids), layer_launch_s=layer_launch_s)
+    read, mixers = read_rates(layout, gpu, grids, num_rows, rows_of_expert), layout.spec.mixer
+    share = 1.0 if mixers is None else 1 - len(mixers.layers) / layout.spec.num_hidden_layers
+    latency_s = ATTEND_S + share * ATTEND_TILE_S + ROUTE_S
+    return Rates(memory, link, cpu_rate, read, layer_launch_s=layer_launch_s, latency_s=latency_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """The launches that a token waits for: `layer` of a layer, `cpu` and `link` of its forks, `others` of a token."""
+    """The launches that a token waits for: `layer` of a layer, `cpu` and `link` of its forks, `others` of a token.
 
-    layer: int
-    cpu: int
-    link: int
+    Layers of several kinds count by their means. torch's operations are launches like others.
+    """
+
+    layer: float
+    cpu: float
+    link: float
     others: int
 
     @classmethod
     def of(cls, counted: TokenLaunches) -> "Launches":
         """Returns the sums of launches by queue; calls of the CPU have a time of their own."""
         numbers = {"main": 0, "cpu": 0, "link": 0}
-        for launch, number in counted.per_layer.items():
-            numbers[launch.queue] += 0 if launch.name == CPU_CALL else number
-        return cls(numbers["main"], numbers["cpu"], numbers["link"], sum(counted.others.values()))
+        for layers in counted.layers:
+            for launch, number in layers.launches.items():
+                numbers[launch.queue] += 0 if launch.name == CPU_CALL else layers.number * number
+        main, cpu, link = (numbers[queue] / counted.num_layers for queue in numbers)
+        return cls(main, cpu, link, sum(counted.others.values()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +130,7 @@ class LayerBytes:
     """The bytes of a token's layers; arrays are float64 [T, L]."""
 
     dense: float  # of a layer
-    attention: float  # likewise
+    attention: float  # likewise, and of states
     partials: float  # float32 sums of neurons, which are written and then read
     select: Array  # of selectors that are read
     here: Array  # of records in GPU memory
@@ -185,6 +206,15 @@ class Subject:
         layers = [each for each in self.layout.dense if each.role.name.startswith("layers.")]
         return sum(each.entry.num_bytes for each in layers) / self.layout.spec.num_hidden_layers
 
+    @cache  # noqa: B019  # subjects live as long as the program
+    def times_chosen(self, num_rows: int) -> Array:
+        """Returns how many rows of a pass choose each expert, int [T / rows, L, E]."""
+        num_tokens, num_layers, _ = self.routes.shape
+        found = np.zeros((num_tokens, *self.popularity.shape), np.int64)
+        np.put_along_axis(found, self.routes, 1, axis=2)
+        sums: Array = found.reshape(-1, num_rows, num_layers, found.shape[2]).sum(axis=1)
+        return sums
+
     def runs(self) -> Array:
         """Returns how often rows run, all equally often as in synthetic packs: float64 [L, E, H]."""
         return np.full((*self.popularity.shape, self.heat.shape[2]), 1 - self.request.sparsity)
@@ -207,43 +237,52 @@ class Subject:
 
 
 def moved_bytes(
-    subject: Subject, placement: GpuPlacement, runs: Array, pulled_share: float, num_sms: int
+    subject: Subject, placement: GpuPlacement, runs: Array, pulled_share: float, num_sms: int, num_rows: int = 1
 ) -> LayerBytes:
-    """Returns the bytes of the drawn tokens' layers.
+    """Returns the bytes of the drawn tokens' layers, in passes of so many.
 
+    Selectors and records count once in a pass if all are in GPU memory, else for each row; what is pulled comes once.
     Args:    runs: [L, E, H], of `Subject.runs`.   pulled_share: of missing records, if not all are pulled.
     """
     spec, is_pull = subject.layout.spec, placement.misses == "pull"
+    assert num_rows == 1 or is_pull or placement.is_whole, "passes of rows that the CPU shares are not predicted"
     k, f = spec.router.num_experts_per_tok, spec.expert.intermediate_size
     selector, record = _row_bytes(subject.layout)
     in_gpu, missing = running_rows(placement, runs, needs_selector=not is_pull)
     is_whole = ~(placement.has_selector | is_pull)  # the CPU selects, and computes all rows
     chosen = (np.arange(len(selector))[:, None], subject.routes)  # of [L, E]: [T, L, k]
+    times = subject.times_chosen(num_rows)
+    once = times > 0
+    served = once if placement.is_whole else times
     lacking = np.where(is_whole, 0.0, missing)[chosen]
     if is_pull:
+        pulled_bytes = (once * (np.where(is_whole, 0.0, missing) * record)).sum(axis=2)
         pulled = lacking
     else:
         work = work_of_whole(subject.layout, subject.heat)
         pulled = pulled_records(placement, np.where(is_whole, 0.0, missing), subject.routes, pulled_share, work)
+        pulled_bytes = _by_pass((pulled * record[chosen]).sum(axis=2), num_rows)
     # With each record comes its place in the list and its neuron; with each selector row two tables' offsets.
     here_bytes = np.where(is_whole, 0.0, in_gpu * (record + 2 * _UNITS_BYTES))
     left_bytes = ((missing[chosen] - pulled) * record[chosen]) + np.where(is_whole, f * selector, 0)[chosen]
     selector_bytes = f * (selector + 2 * _UNITS_BYTES)
-
-    def of_tokens(by_expert: Array) -> Array:
-        sums: Array = by_expert[chosen].sum(axis=2)
-        return sums
-
+    attention = cache_bytes(spec, CONTEXT_TOKENS, 1, "bf16") / spec.num_hidden_layers
     return LayerBytes(
         dense=subject.layer_bytes,
-        attention=cache_bytes(spec, CONTEXT_TOKENS, 1, "bf16") / spec.num_hidden_layers,
-        partials=4.0 * k * num_partials(k, f, num_sms) * spec.hidden_size,
-        select=of_tokens(np.where(is_whole, 0.0, selector_bytes)),
-        here=of_tokens(here_bytes),
-        pulled=(pulled * record[chosen]).sum(axis=2),
-        left=left_bytes.sum(axis=2),
-        selectors=of_tokens(np.where(placement.has_selector, 0.0, f * selector) * is_pull),
+        attention=num_rows * attention,
+        partials=4.0 * num_rows * k * num_partials(k, f, num_sms) * spec.hidden_size,
+        select=(served * np.where(is_whole, 0.0, selector_bytes)).sum(axis=2),
+        here=(served * here_bytes).sum(axis=2),
+        pulled=pulled_bytes,
+        left=_by_pass(left_bytes.sum(axis=2), num_rows),
+        selectors=(once * np.where(placement.has_selector, 0.0, f * selector) * is_pull).sum(axis=2),
     )
+
+
+def _by_pass(values: Array, num_rows: int) -> Array:
+    """Returns the sums of passes of so many tokens, [T / rows, L], of values [T, L]."""
+    sums: Array = values.reshape(-1, num_rows, values.shape[1]).sum(axis=1)
+    return sums
 
 
 def _row_bytes(layout: PackLayout) -> tuple[Array, Array]:
@@ -315,24 +354,29 @@ class KernelTime:
     seconds: float
 
 
-def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches, grids: Grids = "waves") -> list[KernelTime]:
-    """Returns a token's parts with all experts resident; their sum is the token's time."""
-    rates = rates_of(gpu, CPU_RATES["DDR5"], subject.layout, counted.mode, grids)
+def kernel_times(
+    subject: Subject, gpu: str, counted: TokenLaunches, grids: Grids = "waves", num_rows: int = 1
+) -> list[KernelTime]:
+    """Returns the parts of a pass of so many rows with all experts resident; their sum is the pass's time."""
+    times = subject.times_chosen(num_rows)
+    of_expert = float(times.sum() / (times > 0).sum())
+    rates = rates_of(gpu, CPU_RATES["DDR5"], subject.layout, counted.mode, grids, num_rows, of_expert)
     launches = Launches.of(counted)
-    moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs(), 0.0, NUM_SMS[gpu])
+    moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs(), 0.0, NUM_SMS[gpu], num_rows)
     partials = moved.partials * (1 if grids == "waves" else 2 / 3)
-    num_layers = len(subject.layout.experts)
+    spec, num_layers = subject.layout.spec, len(subject.layout.experts)
 
     def moves(name: str, num_bytes: float, rate: float) -> KernelTime:
         return KernelTime(name, num_bytes, num_bytes / rate)
 
-    num_launches = num_layers * launches.layer + launches.others
+    num_launches = round(num_layers * launches.layer) + launches.others
     starts_s = num_layers * launches.layer * rates.layer_launch_s + launches.others * rates.launch_s
-    logits_bytes = 4.0 * subject.layout.spec.vocab_size
+    logits_bytes, choices_s = 4.0 * num_rows * spec.vocab_size, (num_rows - 1) * CHOICE_S * spec.vocab_size
+    mixed = "attention" if spec.mixer is None else "attention and states"
     return [
         moves("dense matrices of layers", num_layers * moved.dense, rates.read.dense),
-        moves(f"attention over {CONTEXT_TOKENS:,} tokens", num_layers * moved.attention, rates.memory),
-        KernelTime("attention and router: latency", None, num_layers * rates.latency_s),
+        moves(f"{mixed} over {CONTEXT_TOKENS:,} tokens", num_layers * moved.attention, rates.memory),
+        KernelTime(f"{mixed} and router: latency", None, num_layers * rates.latency_s),
         moves("select", float(moved.select.sum(axis=1).mean()), rates.read.select),
         moves("neurons: records", float(moved.here.sum(axis=1).mean()), rates.read.records),
         moves("neurons: partial sums", num_layers * partials, rates.memory),
@@ -340,5 +384,22 @@ def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches, grids: Grid
         moves("head", float(subject.head_bytes), rates.read.head),
         KernelTime("logits to the host, over the link", logits_bytes, logits_bytes / rates.link),
         KernelTime(f"starts of {num_launches:,} launches and copies", None, starts_s),
-        KernelTime("start and end of a token, choice of the next", None, rates.token_s),
+        KernelTime("start and end of a token, choice of the next", None, rates.token_s + choices_s),
     ]
+
+
+def pulled_pass(subject: Subject, gpu: str, budget_bytes: int, counted: TokenLaunches) -> tuple[float, float]:
+    """Returns the seconds and the pulled bytes of a pass of rows in a budget; the link brings all that is missing.
+
+    Args:    counted: in mode `pull`, for the pass's rows.
+    """
+    num_rows, spec = counted.num_rows, subject.layout.spec
+    placement = subject.place(subject.expert_bytes(budget_bytes), "pull")
+    rates = rates_of(gpu, CPU_RATES["DDR5"], subject.layout, "pull", num_rows=num_rows)
+    moved = moved_bytes(subject, placement, subject.runs(), 0.0, NUM_SMS[gpu], num_rows)
+    launches, is_split = Launches.of(counted), np.zeros(len(subject.layout.experts), bool)
+    layers = forks(moved, launches, rates, True, is_split)
+    once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.read.head
+    once += num_rows * 4 * spec.vocab_size / rates.link + (num_rows - 1) * CHOICE_S * spec.vocab_size
+    pulled = (moved.pulled + moved.selectors).sum(axis=1).mean()
+    return once + float(layers.seconds.sum(axis=1).mean()), float(pulled)

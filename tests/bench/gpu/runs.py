@@ -45,6 +45,12 @@ SERIES = (
         ("decode_per_s", "median_token_ms"),
     ),
     Series(
+        "Several rows of a pass", "RowsSpeed", ("pack", "how", "budget_bytes"), ("rows",), ("tokens_per_s", "pass_ms")
+    ),
+    Series(
+        "Tiny models against the CPU", "FamilyAnswers", ("model",), (), ("worst_rows", "worst_drafts", "worst_prompt")
+    ),
+    Series(
         "llama.cpp, which runs all neurons",
         "LlamaSpeed",
         ("model", "cpu_layers", "threads", "budget_bytes"),

@@ -1,6 +1,7 @@
-"""Parts `mixtral`, `qwen3` and `demo`: whole models on a GPU.
+"""Parts `mixtral`, `qwen3`, `qwen36` and `demo`: whole models on a GPU.
 
-The first two have real dimensions and synthetic weights: prompts of several lengths and decode. `demo` compares the
+The first three have real dimensions and synthetic weights: prompts of several lengths and decode; Mixtral and Qwen3.6
+also passes of several rows. `demo` compares the
 demo model with plain torch on the CPU: with each way to get missing rows, memory for shares of the experts, and within
 budgets, which must hold by the driver's own count. If every missing row is pulled, bits depend neither on residency nor
 on graphs. Decoding must take no memory, and wait only for a token's logits.
@@ -29,16 +30,17 @@ from gpu.engines import (
     remove_packs,
 )
 from gpu.measuring import Clock, Results
-from gpu.packs import MIXTRAL, QWEN3, PackRequest
+from gpu.packs import MIXTRAL, QWEN3, QWEN36, PackRequest
+from gpu.several_rows import measure_rows
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_plan
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Text
 from moe_pack.runtime.engine.options import MissesOption
-from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.kernels import grids
 from moe_pack.runtime.gpu.placements import NUM_TURNS
+from moe_pack.runtime.gpu.token.decoder import GpuDecoder
 from moe_pack.runtime.model.caches import KvDtype
 
 _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
@@ -304,7 +306,7 @@ class _Promises:
             add("decoding takes no memory", taken == 0, f"{taken} allocations")
             add("decoding waits only for its logits", not waits, waits)
             if misses == "pull":
-                decoder._runs = [partial(decoder.launch, turn) for turn in range(NUM_TURNS)]
+                decoder._runs = {(1, turn): partial(decoder.launch, turn) for turn in range(NUM_TURNS)}
                 one_by_one = torch.equal(_logits(decoder, ids), bits)
                 add("a replayed graph gives the bits of launches one by one", one_by_one)
 
@@ -346,25 +348,42 @@ def _forbidden_waits() -> Iterator[None]:
 
 # The first prompt warms up, and is measured again.
 _LENGTHS, _CAPPED_LENGTHS, _DECODED = (128, 16, 128, 512, 2048, 8192), (128, 16, 128, 512, 2048), 96  # tokens
+_FEW_LENGTHS = (128, 16, 128, 512)
 _REHEARSED_LENGTHS, _REHEARSED_DECODED = (2, 2), 2
 _CAP_BYTES = 11 << 30
 
 
 def mixtral(results: Results, clock: Clock) -> None:
-    """Prompts and decode with everything on the GPU, then in 11 GiB."""
-    _run_model(results, clock, MIXTRAL)
+    """Prompts and decode with everything on the GPU, then in 11 GiB; rows of both."""
+    _run_model(results, clock, MIXTRAL, _LENGTHS, _CAPPED_LENGTHS)
+    _run_rows(results, clock, MIXTRAL)
 
 
 def qwen3(results: Results, clock: Clock) -> None:
     """Prompts and decode with everything on the GPU, then in 11 GiB."""
-    _run_model(results, clock, QWEN3)
+    _run_model(results, clock, QWEN3, _LENGTHS, _CAPPED_LENGTHS)
 
 
-def _run_model(results: Results, clock: Clock, wanted: PackRequest) -> None:
-    remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
+def qwen36(results: Results, clock: Clock) -> None:
+    """Decode with everything on the GPU, then in 11 GiB; rows of both."""
+    _run_model(results, clock, QWEN36, _FEW_LENGTHS, _FEW_LENGTHS)
+    _run_rows(results, clock, QWEN36)
+
+
+def _run_rows(results: Results, clock: Clock, wanted: PackRequest) -> None:
+    folder = make_synthetic(results, wanted)
+    for name, budget_bytes in (("requests", None), ("drafts", _CAP_BYTES)):
+        results.section(name, partial(measure_rows, results, clock, folder, budget_bytes))
+
+
+def _run_model(
+    results: Results, clock: Clock, wanted: PackRequest, whole_lengths: tuple[int, ...], capped: tuple[int, ...]
+) -> None:
+    remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name, QWEN36.name))
     rate, folder = link_rate(clock), make_synthetic(results, wanted)
-    whole, capped = EngineRequest("auto"), EngineRequest("auto", budget_bytes=_CAP_BYTES)
+    whole = EngineRequest("auto")
+    in_budget = replace(whole, budget_bytes=_CAP_BYTES)
     with closing(EngineBench(results, clock, folder, rate)) as bench:
-        for name, engine, lengths in (("all", whole, _LENGTHS), ("11 GiB", capped, _CAPPED_LENGTHS)):
+        for name, engine, lengths in (("all", whole, whole_lengths), ("11 GiB", in_budget, capped)):
             given = (_REHEARSED_LENGTHS, _REHEARSED_DECODED) if clock.is_rehearsal else (lengths, _DECODED)
             results.section(name, partial(bench.measure, engine, *given))

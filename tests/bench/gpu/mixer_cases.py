@@ -1,0 +1,67 @@
+"""The cases of mixers' states for `cases`: rows of several sequences, and several of one."""
+
+import torch
+from torch import Tensor
+
+from gpu.comparing import Difference, Prepared, against_rms, random_values
+from moe_pack.runtime.gpu.kernels.mixers.recurrence import TokenOperations, TokenStates
+from moe_pack.runtime.model import TORCH, Operations
+from moe_pack.runtime.model.caches import LayerState
+from moe_pack.runtime.model.compute.recurrence import Gates
+
+FORMS = ("Gated DeltaNet", "Kimi delta", "Mamba-2", "Mamba")
+_SLOTS = [1, 1, 0, 2]  # of the rows
+_NUM_SLOTS, _TAPS, _BOUND = 3, 4, 1e-5
+
+
+def state_case(form: str, sizes: tuple[int, int, int, int], device: torch.device) -> Prepared:
+    """A convolution of all queries, keys and values, with silu, and the recurrence of one kind of mixer after it.
+
+    Args:    sizes: key heads, heads, keys and values; each of Mamba's heads has one value.
+    """
+    key_heads, heads, keys, width = sizes
+    num_rows, parts = len(_SLOTS), [key_heads * keys, key_heads * keys, heads * width]
+    x, kernel = random_values(num_rows, sum(parts)), random_values(sum(parts) * _TAPS, seed=1) / _TAPS
+    rates = random_values(num_rows, heads, seed=2) if "delta" in form.lower() else None
+    a_log, dt_bias = random_values(heads, seed=3), random_values(heads, seed=4)
+    decay = -random_values(num_rows, heads, keys, seed=5).abs()
+    steps = random_values(num_rows, heads, seed=6)
+    states = random_values(_NUM_SLOTS, _TAPS - 1, sum(parts), seed=7), random_values(_NUM_SLOTS, *sizes[1:], seed=8)
+
+    def step(operations: Operations, rows: slice, state: LayerState) -> Tensor:
+        def there(given: Tensor) -> Tensor:
+            return given.to(state.conv.device)
+
+        mixed = operations.convolve(there(x)[rows], there(kernel), None, state, activates=True)
+        q, k, v = (
+            part.reshape(len(part), -1, n)
+            for part, n in zip(torch.split(mixed, parts, 1), (keys, keys, width), strict=True)
+        )
+        rate = None if rates is None else there(rates)[rows]
+        if form in ("Gated DeltaNet", "Mamba-2"):
+            least, skip = (0.01, there(a_log)) if rates is None else (0.0, None)
+            gates = Gates(there(steps)[rows], rate, there(a_log), there(dt_bias), least, skip)
+            return operations.recur_gated(q, k, v, gates, state)
+        k = torch.nn.functional.normalize(k, dim=-1)
+        return operations.recur(q, k, v, there(decay)[rows], None if rate is None else rate.sigmoid(), state)
+
+    expected, after = torch.zeros(num_rows, heads, width), [each.clone() for each in states]
+    for slot in _SLOTS:
+        rows = slice(_SLOTS.index(slot), _SLOTS.index(slot) + _SLOTS.count(slot))
+        twin = LayerState(states[0][slot].clone(), states[1][slot].clone())
+        expected[rows] = step(TORCH, rows, twin)
+        after[0][slot], after[1][slot] = twin.conv, twin.recurrent
+    conv, recurrent = (torch.empty_like(each, device=device) for each in states)
+    stacked = TokenStates(conv, recurrent, torch.tensor(_SLOTS, dtype=torch.int32, device=device))
+    found = torch.full(expected.shape, torch.nan, device=device)
+
+    def launch() -> None:
+        stacked.conv.copy_(states[0])
+        stacked.recurrent.copy_(states[1])
+        found.copy_(step(TokenOperations(), slice(None), stacked))
+
+    def compare() -> Difference:
+        pairs = ((found, expected), (stacked.conv, after[0]), (stacked.recurrent, after[1]))
+        return Difference(max(against_rms(*pair) for pair in pairs), _BOUND)
+
+    return Prepared(launch, compare)
