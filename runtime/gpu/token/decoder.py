@@ -328,6 +328,15 @@ class GpuDecoder(Decoder):
         self._counts.clear()
 
     @torch.inference_mode()
+    def launch_all(self) -> None:
+        """Launches passes of several rows of the first sequence, from its beginning on, which is forgotten."""
+        self._control[:3] = 0
+        self._control[1] = torch.arange(self._num_rows) % self.cache.context_tokens
+        for number in range(2, self._num_rows + 1):
+            self.launch(0, number)
+        self.reset()
+
+    @torch.inference_mode()
     def tune(self) -> None:
         """Chooses the share of missing records that the link brings, by the duration of tokens."""
         if self._inputs.share is None or not self._inputs.pulled_share or self._inputs.by_expert:

@@ -137,8 +137,12 @@ class GpuEngine:
             self.pass_bytes = self.weights.pass_bytes
             self._opened = opened.pop_all()
 
+    def run_rows(self) -> None:
+        """Launches passes of several rows once, without graphs: their kernels are others than a token's."""
+        self.decoder.launch_all()
+
     def prepare(self) -> None:
-        """Captures a token's launches as graphs."""
+        """Captures the launches of passes of few tokens as graphs."""
         self.decoder.prepare()
 
     def tune(self) -> None:
@@ -201,7 +205,12 @@ def fit_to_gpu(
     budget = request.budget_bytes or fit.usual_budget(context_bytes + memory.free_bytes())
     chunk = _chunk_tokens(pack, request, budget, context_bytes)
     with closing(build(least_bytes, chunk)) as first:
-        compile_ahead(lambda: run_everything(pack, first, chunk))
+
+        def run() -> None:
+            run_everything(pack, first, chunk)
+            first.run_rows()
+
+        compile_ahead(run)
         first.prepare()
         run_everything(pack, first, chunk)
         overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache_bytes

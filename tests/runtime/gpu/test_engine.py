@@ -42,6 +42,9 @@ class Work:
         driver.charged += room + WORKING_BYTES
         driver.rooms.append(room)
 
+    def run_rows(self) -> None:
+        pass
+
     def prepare(self) -> None:
         pass
 
