@@ -275,7 +275,7 @@ def rotate(x, x_other, c, cos_ptr, sin_ptr, HALF: tl.constexpr, INTERLEAVED: tl.
     if INTERLEAVED:
         angle, is_first = c // 2, c % 2 == 0
     else:
-        angle, is_first = c % HALF, c < HALF
+        angle, is_first = tl.where(c < HALF, c, c - HALF), c < HALF
     turns = c < 2 * HALF
     cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
