@@ -139,9 +139,7 @@ class LatentSpec(heads.Attention):
         return False
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner == "gpu codes":
-            yield "latent attention"
-        elif runner == "gguf" and self.indexer is not None and self.indexer.head_dim % 64:
+        if runner == "gguf" and self.indexer is not None and self.indexer.head_dim % 64:
             yield f"an indexer with heads of {self.indexer.head_dim}; llama.cpp needs a multiple of 64"
 
     def log_multiplier(self, factor: float) -> float:

@@ -70,9 +70,8 @@ def numbers_fault(numbers: Mapping[str, float | None], most: Literal["1", "1e6"]
     return None
 
 
-# The engine of a GPU, its kernels if keys and values are codes, and llama.cpp where metadata of a GGUF file can say the
-# part.
-Runner = Literal["gpu", "gpu codes", "gguf"]
+# The engine of a GPU, and llama.cpp where metadata of a GGUF file can say the part.
+Runner = Literal["gpu", "gguf"]
 
 
 class Part:

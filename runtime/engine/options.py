@@ -49,16 +49,15 @@ def _uncoded_on_gpu(spec: "formats.ModelSpec", kv_dtype: KvDtype | None) -> tupl
     """
     if kv_dtype not in ("q8", "q4"):
         return None
-    if (lacked := next(spec.lacks("gpu codes"), None)) is not None:
-        return lacked, "bf16 or f32"
     from moe_pack.runtime.model.attention import kinds
 
-    rows = kinds.cache_shape(spec.attention, kv_dtype).rows
-    heads = f"heads of {sum(rows[0].parts)} values"
-    if any(each.row_bytes % 2 for each in rows):  # scales would not lie at whole multiples of 2 bytes
-        return heads, "bf16 or f32"
-    if kv_dtype == "q4" and any(sum(each.parts) > _MOST_Q4_VALUES for each in rows):
-        return heads, "q8, or --device cpu"
+    for attention, _ in spec.attention_kinds:
+        rows = kinds.cache_shape(attention, kv_dtype).rows
+        heads = f"heads of {sum(rows[0].parts)} values"
+        if any(each.row_bytes % 2 for each in rows):  # scales would not lie at whole multiples of 2 bytes
+            return heads, "bf16 or f32"
+        if kv_dtype == "q4" and any(sum(each.parts) > _MOST_Q4_VALUES for each in rows):
+            return heads, "q8, or --device cpu"
     return None
 
 

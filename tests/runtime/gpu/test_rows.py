@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from support.families import Tiny
 
     from moe_pack.runtime.gpu.token.decoder import GpuDecoder
+    from moe_pack.runtime.model.caches import KvDtype
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +55,9 @@ def made(name: str, folder: Path, **changes: object) -> Path:
     return folder / "packed"
 
 
-def expected(packed: Path, ids: list[int]) -> torch.Tensor:
+def expected(packed: Path, ids: list[int], cache_dtype: KvDtype) -> torch.Tensor:
     with Pack(packed) as pack:
-        return Decoder(PackWeights(pack, CPU), 64).logits(ids)
+        return Decoder(PackWeights(pack, CPU), 64, cache_dtype=cache_dtype).logits(ids)
 
 
 class Rows:
@@ -105,7 +106,7 @@ def run_rows(decoder: GpuDecoder, is_short: bool) -> list[tuple[int, int, torch.
 
 def check(packed: Path, run: GpuRun = RUN, is_short: bool = False) -> None:
     """Compares all rows with those of a sequence alone in plain torch."""
-    reference = [expected(packed, ids_of(number)) for number in range(3)]
+    reference = [expected(packed, ids_of(number), run.cache_dtype) for number in range(3)]
     with gpu_decoder(packed, run) as decoder:
         for number, position, logits in run_rows(decoder, is_short):
             difference = (logits - reference[number][position]).abs().max()
@@ -117,6 +118,12 @@ def check(packed: Path, run: GpuRun = RUN, is_short: bool = False) -> None:
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v2", "gpt_oss"])
 def test_rows_are_those_of_each_sequence_alone(family: str, tmp_path: Path) -> None:
     check(made(f"{family}: as it comes", tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v32"])
+def test_latents_and_keys_of_indexers_may_be_codes(family: str, tmp_path: Path) -> None:
+    check(made(f"{family}: as it comes", tmp_path), replace(RUN, cache_dtype="q8"), is_short=True)
 
 
 @pytest.mark.slow
