@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_pack.formats import NeuronFunction
 from moe_pack.runtime.gpu.kernels import halves
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, Norm, act, count_tokens, factor, token_of
-from moe_pack.runtime.gpu.kernels.grids import Registers, launch_options, wait_for_earlier, wave
+from moe_pack.runtime.gpu.kernels.grids import INTERPRETED, Registers, launch_options, wait_for_earlier, wave
 from moe_pack.runtime.gpu.kernels.products import (
     add_part,
     dot_loaded,
@@ -28,7 +28,17 @@ from moe_pack.runtime.gpu.kernels.products import (
     store_part,
     zero_part,
 )
-from moe_pack.runtime.gpu.kernels.rows import TRELLIS, RowPart, Tile, dot_tile, lookup_for, loop_range, sum_tile
+from moe_pack.runtime.gpu.kernels.rows import (
+    TRELLIS,
+    RowPart,
+    Tile,
+    ahead_tile,
+    dot_tile,
+    lookup_for,
+    loop_range,
+    places,
+    sum_tile,
+)
 
 
 def gemm(
@@ -137,18 +147,20 @@ def normed_gemv(x: Tensor, norm: Norm, products: Sequence[Product]) -> None:
 def _launch_gemv(
     x: Tensor, norm: Norm | None, products: Sequence[Product], residual: Tensor | None, scale: float
 ) -> None:
-    part, tile = products[0].matrix.part, dot_tile((products[0].matrix.part,))
+    part, num_tokens = products[0].matrix.part, count_tokens(x)
+    tile, way = dot_tile((part,)), _way_of(num_tokens, [part])
+    if way == _IN_LOOP.value:
+        tile = _loop_tile(tile, [part])
     assert norm is None or part.bias < 0, "a norm's factor multiplies the products, and no bias"
     targets = tuple(_Target(matrix.raw, out, bias) for matrix, out, bias in products)
     nums = [out.shape[-1] for _, out, _ in products]
-    num_tokens = count_tokens(x)
     registers = Registers.ROWS if part.group else Registers.PLAIN_ROWS
-    blocks = _Blocks(tile.rows, num_blocks(sum(nums), tile, registers), norm is not None)
+    blocks = _Blocks(tile.rows, num_blocks(sum(nums), tile, registers), norm is not None, way)
     n, n_1, n_2 = (*nums, 0, 0)[:_AT_ONCE]
     programs = sum(triton.cdiv(n, blocks.rows * blocks.number) for n in nums)
-    _gemv[(programs,)](
+    _gemv[(programs * (num_tokens if way == _IN_GRID.value else 1),)](
         x, norm, targets, n, n_1, n_2, _Ending(residual, scale, num_tokens), lookup_for(x.device, part),
-        products[0].matrix.row_units, _Gemv(part, blocks, len(nums), targets[0].bias is not None, num_tokens > 1),
+        products[0].matrix.row_units, _Gemv(part, blocks, len(nums), targets[0].bias is not None),
         num_warps=tile.num_warps, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
@@ -166,11 +178,40 @@ class _Target(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """The rows of a program: `number` blocks of so many `rows`; and whether it norms x first."""
+    """The rows of a program."""
 
-    rows: int
-    number: int
-    has_norm: bool
+    rows: int  # of a block
+    number: int  # of blocks
+    has_norm: bool  # whether it norms x first
+    way: int  # how it takes vectors
+
+
+# How a launch takes vectors: a single one; several in a loop of each program, which decodes a block once for all; or
+# several programs for a block, next to one another, which read it from the cache.
+_SINGLE, _IN_LOOP, _IN_GRID = (tl.constexpr(number) for number in range(3))
+_MOST_DECODED = 64  # values of a thread that stay in registers with a vector
+
+
+def _way_of(num_tokens: int, parts: Sequence[RowPart]) -> int:
+    """Returns how a launch takes vectors; where a thread has 64 values of a row, with those of x, registers spill."""
+    if num_tokens == 1:
+        return int(_SINGLE.value)
+    is_wide = any(part.bits in (1, 3) or part.kind == TRELLIS.value for part in parts)
+    return int(_IN_GRID.value if is_wide else _IN_LOOP.value)
+
+
+def _loop_tile(tile: Tile, parts: Sequence[RowPart]) -> Tile:
+    """Returns the tile for several vectors in a loop: with so few rows that their values stay in registers.
+
+    A thread has the same columns of a row, so that sums have the same order.
+    """
+    values = sum(part.num_words * places(part, 0) for part in parts)  # of a row
+    while not INTERPRETED and tile.rows * values > _MOST_DECODED * 32 * tile.num_warps:
+        smaller = ahead_tile(tile, tuple(parts))
+        if smaller.rows == tile.rows:
+            break
+        tile = smaller
+    return tile
 
 
 def num_blocks(num_rows: int, tile: Tile, registers: int) -> int:
@@ -199,11 +240,15 @@ def gated(
     # Both matrices' codes are loaded at once: with as many rows of a trellis or of two planes, registers spill.
     has_much = lookup is not None or any(map(has_two_planes, parts))
     tile = Tile(max(1, tile.rows // len(parts)) if has_much else tile.rows, tile.num_warps)
-    registers = Registers.ROWS if any(part.group for part in parts) else Registers.PLAIN_ROWS
-    blocks = _Blocks(tile.rows, num_blocks(f, tile, registers), norm is not None)
     num_tokens = count_tokens(x)
-    how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks, num_tokens > 1)
-    _gated[(triton.cdiv(f, blocks.rows * blocks.number),)](
+    way = _way_of(num_tokens, parts)
+    if way == _IN_LOOP.value:
+        tile = _loop_tile(tile, parts)
+    registers = Registers.ROWS if any(part.group for part in parts) else Registers.PLAIN_ROWS
+    blocks = _Blocks(tile.rows, num_blocks(f, tile, registers), norm is not None, way)
+    how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks)
+    programs = triton.cdiv(f, blocks.rows * blocks.number) * (num_tokens if way == _IN_GRID.value else 1)
+    _gated[(programs,)](
         x, norm, None if gate is None else gate.in_memory, up.in_memory, weight, out, lookup, f, num_tokens, how,
         num_warps=tile.num_warps, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
@@ -214,7 +259,6 @@ class _Gemv(NamedTuple):
     blocks: _Blocks
     num_matrices: int
     has_bias: bool
-    has_several: bool  # vectors
 
 
 class _Gated(NamedTuple):
@@ -222,7 +266,6 @@ class _Gated(NamedTuple):
     up: RowPart
     function: int
     blocks: _Blocks
-    has_several: bool  # vectors
 
 
 def gather_row(matrix: StoredRows, ids: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
@@ -260,7 +303,9 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
     PART: tl.constexpr = HOW.part
     BLOCKS: tl.constexpr = HOW.blocks
     R: tl.constexpr = BLOCKS.rows
-    rows_ptr, out_ptr, bias_ptr, n, program = _find_target(targets, n, n_1, n_2, tl.program_id(0), HOW)
+    program, token = _program_of(ending.num_tokens, BLOCKS.way)
+    x_ptr += token * PART.num_cols
+    rows_ptr, out_ptr, bias_ptr, n, program = _find_target(targets, n, n_1, n_2, program, HOW)
     # The first block is on its way while x is loaded.
     row = program * (BLOCKS.number * R) + tl.arange(0, R)
     live = row < n
@@ -278,35 +323,24 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
             codes, scales = load_rows(rows_ptr, row.to(tl.int64) * row_units, live, PART)
         else:
             current, current_scales = load_rows(rows_ptr, units, is_row, PART)
-        if HOW.has_several:
-            for token in loop_range(0, ending.num_tokens):
-                # Loads the next token's x before this one's is multiplied.
-                following = tl.where(token + 1 < ending.num_tokens, token + 1, 0)
-                next_x, next_factor = _load_input(x_ptr + following * PART.num_cols, norm, PART, BLOCKS.has_norm)
-                again, _ = _again((current, current_scales), token)
-                total = dot_loaded(again, current_scales, x, lookup_ptr, PART)
-                _end_product(total, x_factor, bias_ptr, ending, out_ptr, at, is_row, token * n, HOW)
-                x, x_factor = next_x, next_factor
+        if BLOCKS.way == _IN_LOOP:
+            for own in loop_range(0, ending.num_tokens):
+                own_x, own_factor = _load_input(x_ptr + own * PART.num_cols, norm, PART, BLOCKS.has_norm)
+                total = dot_loaded(current, current_scales, own_x, lookup_ptr, PART)
+                _end_product(total, own_factor, bias_ptr, ending, out_ptr, at, is_row, own * n, HOW)
         else:
             total = dot_loaded(current, current_scales, x, lookup_ptr, PART)
-            _end_product(total, x_factor, bias_ptr, ending, out_ptr, at, is_row, 0, HOW)
+            _end_product(total, x_factor, bias_ptr, ending, out_ptr, at, is_row, token * n, HOW)
 
 
 @triton.jit
-def _again(rows, token):
-    """Returns loaded rows as they are, for a compiler that has to decode them for every token.
-
-    It would decode them before the loop over tokens, and not have registers for all values.
-    """
-    codes, scales = rows
-    zero = token >> 30  # which the compiler does not know
-    if len(codes) == 1:
-        again = (codes[0] | zero,)
-    elif len(codes) == 2:
-        again = (codes[0] | zero, codes[1] | zero)
-    else:  # of a trellis
-        again = (codes[0] | zero, codes[1] | zero, codes[2], codes[3])
-    return again, scales
+def _program_of(num_tokens, WAY: tl.constexpr):
+    """Returns a program's number among those of its vector, and the vector's; 0 unless the grid counts vectors."""
+    program, token = tl.program_id(0), 0
+    if WAY == _IN_GRID:
+        token = program % num_tokens
+        program = program // num_tokens
+    return program, token
 
 
 @triton.jit
@@ -355,9 +389,16 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
     UP: tl.constexpr = HOW.up
     R: tl.constexpr = HOW.blocks.rows
     BLOCKS: tl.constexpr = HOW.blocks.number
+    FUNCTION: tl.constexpr = HOW.function
+    IN_LOOP: tl.constexpr = HOW.blocks.way == _IN_LOOP
     LOADS_AHEAD: tl.constexpr = loads_ahead(UP) and (GATE is None or loads_ahead(GATE))
     # The first block is on its way while x is loaded; two parts of different formats take x in different orders.
-    row = tl.program_id(0) * (BLOCKS * R) + tl.arange(0, R)
+    program, token = _program_of(num_tokens, HOW.blocks.way)
+    x_ptr += token * UP.num_cols
+    out_ptr += token * f
+    if weight_ptr is not None:
+        weight_ptr += token
+    row = program * (BLOCKS * R) + tl.arange(0, R)
     live = row < f
     if LOADS_AHEAD:
         up_codes = load_part(up_rows.bytes, row.to(tl.int64) * up_rows.units, live, UP)
@@ -380,8 +421,11 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
             up_codes = load_part(up_rows.bytes, row.to(tl.int64) * up_rows.units, live, UP)
         else:
             up_now = load_part(up_rows.bytes, units, is_row, UP)
-        up = up_now, load_part_scales(up_rows.bytes, units, is_row, UP)
-        gate = up
+        up_scales = load_part_scales(up_rows.bytes, units, is_row, UP)
+        if not IN_LOOP:
+            u = dot_loaded(up_now, up_scales, x, lookup_ptr, UP)
+            if HAS_NORM:
+                u *= x_factor
         if GATE is not None:
             units = at.to(tl.int64) * gate_rows.units
             if LOADS_AHEAD:
@@ -389,43 +433,34 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
                 gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
             else:
                 gate_now = load_part(gate_rows.bytes, units, is_row, GATE)
-            gate = gate_now, load_part_scales(gate_rows.bytes, units, is_row, GATE)
-        if HOW.has_several:
-            for token in loop_range(0, num_tokens):
-                # Loads the next token's x before this one's is multiplied.
-                following = tl.where(token + 1 < num_tokens, token + 1, 0) * UP.num_cols
-                next_x, next_factor = _load_input(x_ptr + following, norm, UP, HAS_NORM)
-                next_gate_x = next_x
-                if GATE is not None and GATE != UP:
-                    next_gate_x, _ = _load_input(x_ptr + following, norm, GATE, HAS_NORM)
-                h = _neurons(_again(up, token), _again(gate, token), x, gate_x, x_factor, lookup_ptr, HOW)
+            gate_scales = load_part_scales(gate_rows.bytes, units, is_row, GATE)
+        if IN_LOOP:
+            for own in loop_range(0, num_tokens):
+                own_ptr = x_ptr + own * UP.num_cols
+                own_x, own_factor = _load_input(own_ptr, norm, UP, HAS_NORM)
+                own_u = dot_loaded(up_now, up_scales, own_x, lookup_ptr, UP)
+                own_g = own_u
+                if GATE is not None:
+                    if GATE != UP:
+                        own_x, _ = _load_input(own_ptr, norm, GATE, HAS_NORM)
+                    own_g = dot_loaded(gate_now, gate_scales, own_x, lookup_ptr, GATE)
+                if HAS_NORM:
+                    own_g, own_u = own_g * own_factor, own_u * own_factor
+                h = act(own_u, FUNCTION) if GATE is None else act(own_g, FUNCTION) * factor(own_u, FUNCTION)
                 if weight_ptr is not None:
-                    h *= tl.load(weight_ptr + token)
-                tl.store(out_ptr + token * f + at, h, mask=is_row)
-                x, gate_x, x_factor = next_x, next_gate_x, next_factor
+                    h *= tl.load(weight_ptr + own)
+                tl.store(out_ptr + own * f + at, h, mask=is_row)
         else:
-            h = _neurons(up, gate, x, gate_x, x_factor, lookup_ptr, HOW)
+            if GATE is None:
+                h = act(u, FUNCTION)
+            else:
+                g = dot_loaded(gate_now, gate_scales, gate_x, lookup_ptr, GATE)
+                if HAS_NORM:
+                    g *= x_factor
+                h = act(g, FUNCTION) * factor(u, FUNCTION)
             if weight_ptr is not None:
                 h *= tl.load(weight_ptr)
             tl.store(out_ptr + at, h, mask=is_row)
-
-
-@triton.jit
-def _neurons(up, gate, x, gate_x, x_factor, lookup_ptr, HOW: tl.constexpr):
-    """Returns neurons of loaded rows: up's product alone, or times the activation of the gate's."""
-    GATE: tl.constexpr = HOW.gate
-    UP: tl.constexpr = HOW.up
-    u = dot_loaded(up[0], up[1], x, lookup_ptr, UP)
-    if HOW.blocks.has_norm:
-        u *= x_factor
-    if GATE is None:
-        h = act(u, HOW.function)
-    else:
-        g = dot_loaded(gate[0], gate[1], gate_x, lookup_ptr, GATE)
-        if HOW.blocks.has_norm:
-            g *= x_factor
-        h = act(g, HOW.function) * factor(u, HOW.function)
-    return h
 
 
 @triton.jit
