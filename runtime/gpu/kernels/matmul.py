@@ -419,6 +419,9 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
         if LOADS_AHEAD:
             up_now = up_codes
             up_codes = load_part(up_rows.bytes, row.to(tl.int64) * up_rows.units, live, UP)
+            if GATE is not None:
+                gate_now = gate_codes
+                gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
         else:
             up_now = load_part(up_rows.bytes, units, is_row, UP)
         up_scales = load_part_scales(up_rows.bytes, units, is_row, UP)
@@ -428,10 +431,7 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
                 u *= x_factor
         if GATE is not None:
             units = at.to(tl.int64) * gate_rows.units
-            if LOADS_AHEAD:
-                gate_now = gate_codes
-                gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
-            else:
+            if not LOADS_AHEAD:
                 gate_now = load_part(gate_rows.bytes, units, is_row, GATE)
             gate_scales = load_part_scales(gate_rows.bytes, units, is_row, GATE)
         if IN_LOOP:
