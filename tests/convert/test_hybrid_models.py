@@ -66,13 +66,8 @@ def test_every_such_family_runs_within_its_least_budget(tmp_path: Path) -> None:
         assert_runs_within_budgets(converted(family, tmp_path / family))
 
 
-def test_commands_count_states_and_refuse_gpus(tmp_path: Path) -> None:
+def test_commands_count_states(tmp_path: Path) -> None:
     source = write(Tiny("qwen3_next", "as it comes"), tmp_path / "source")
-    refused = run("plan", source, "--target-vram", "64M", "--device", "cuda", "--context", 64)
-    assert refused.exit_code == 1
-    assert refused.stderr.endswith(
-        "--device cuda: models with layers of gated_delta_net do not run on GPUs; give --device cpu\n"
-    )
     done("synth", source / "config.json", "-o", tmp_path / "synthetic")
     printed = run("inspect", tmp_path / "synthetic").output
     # One layer of four with two heads of 32 as keys and values; three with 160 channels and four states of 16 by 24.

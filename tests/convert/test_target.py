@@ -125,12 +125,12 @@ def test_the_device_of_a_plan_is_that_of_a_run_here(monkeypatch: pytest.MonkeyPa
     """The GPU of this machine if it runs the model in so much memory, else the CPU; a line says which, and why."""
     rtx, old = GpuHere("NVIDIA GeForce RTX 3090", 24 * GIB), GpuHere("Tesla T4", 15 * GIB, "Tesla T4 is too old")
     here, of_cpu = "--target-vram is this machine's memory", replace(AUTO, kv_dtype="q8")
-    hybrid = replace(SPEC, logits_softcap=30.0)
+    hybrid = replace(SPEC, router=replace(SPEC.router, table_layers=(0,)))
     cases: list[tuple[GpuHere | None, plan.Target, ModelSpec, str]] = [
         (rtx, AUTO, SPEC, "device: cuda (NVIDIA GeForce RTX 3090)"),
         (None, AUTO, SPEC, f"device: cpu (no GPU found; --gpu NAME plans for one): {here}"),
         (old, AUTO, SPEC, f"device: cpu (Tesla T4 is too old): {here}"),
-        (rtx, AUTO, hybrid, f"device: cpu (models with a softcap of logits do not run on GPUs): {here}"),
+        (rtx, AUTO, hybrid, f"device: cpu (models with a table from tokens to experts do not run on GPUs): {here}"),
         (rtx, of_cpu, SPEC, f"device: cpu (--kv-dtype needs it): {here}"),
         (
             rtx,

@@ -137,7 +137,8 @@ class RowGrouped(grouped.Grouped):
     def _attended(self, q: Tensor, seen: Tensor | None, new: Entering | None) -> Tensor:
         spec, own, stacked = self._spec, self._own, self._stacked
         sinks = self.vector("sinks") if spec.sinks else None
-        view = View(spec.scale, spec.window(self.layer), spec.chunked, sinks, seen)
+        window = spec.window(self.layer)
+        view = View(spec.scale, window, spec.chunked and window is not None, sinks, seen)
         cache, mixed = (stacked.keys, stacked.values), own.buffers.mixed
         attend(q, cache, own.at, view, own.buffers.workspace, mixed, new, stacked.storage)
         return mixed.flatten(1)

@@ -10,12 +10,8 @@ from support.cases import case
 from support.gpu_runs import IDS, TOLERANCE, GpuRun, gpu_logits, reference_logits
 from support.models import pack
 
-from moe_pack.formats.families.family import Config
-from moe_pack.formats.families.registry import read_spec
-from moe_pack.runtime.engine.options import cpu_only
-
 if TYPE_CHECKING:
-    from support.families import Tiny
+    from moe_pack.runtime.gpu.placements import Misses
 
 
 def check(name: str, changes: dict[str, object], folder: Path, run: GpuRun) -> None:
@@ -36,29 +32,12 @@ def test_the_family_that_differs_most_runs_as_in_plain_torch(share: float, tmp_p
     check("deepseek_v2: groups, query latent, yarn", {"num_hidden_layers": 2}, tmp_path, GpuRun(share))
 
 
-def is_run_by_gpus(tiny: Tiny, folder: Path) -> bool:
-    """Whether the GPU's engine runs models of this shape; others it refuses by name."""
-    from support.families import write_config
-
-    folder.mkdir()
-    return cpu_only(read_spec(Config(write_config(tiny, folder), "config.json"))[1]) is None
-
-
-def _of_two_layers(name: str) -> dict[str, object]:
-    """The lists of a row's config that have a value for each layer, cut to two."""
-    from support.families import CARDS
-
-    kinds = CARDS[name.partition(":")[0]].config.get("mlp_layer_types")
-    return {} if kinds is None else {"mlp_layer_types": kinds[:2]}
-
-
+# Hybrids with states, heads of two kinds, chunks, gates, experts of one layer that join the next: `test_rows` has all.
 @pytest.mark.slow
-def test_every_family_runs_as_in_plain_torch(tmp_path: Path) -> None:
-    from support.families import TINY
-
-    names = [str(tiny) for tiny in TINY if tiny.name == "as it comes" and is_run_by_gpus(tiny, tmp_path / tiny.family)]
-    window_is_full = ("mixtral: window of 7", {"sliding_window": 2})
+@pytest.mark.parametrize("misses", ["split", "pull"])
+def test_families_with_missing_experts_run_as_in_plain_torch(misses: Misses, tmp_path: Path) -> None:
+    names = ("qwen3_next: as it comes", "gemma4: as it comes", "llama4: as it comes", "longcat_flash: as it comes")
+    window_is_full = ("mixtral: window of 7", {"num_hidden_layers": 2, "sliding_window": 2})
     for number, (name, changes) in enumerate([*((name, {}) for name in names), window_is_full]):
         with case(name):
-            run = GpuRun(0.3, ("split", "pull")[number % 2])
-            check(name, {"num_hidden_layers": 2} | _of_two_layers(name) | changes, tmp_path / str(number), run)
+            check(name, changes, tmp_path / str(number), GpuRun(0.3, misses))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,9 +133,8 @@ def test_a_record_that_several_tokens_need_is_pulled_once(
     kept_share: float, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far as there is memory to keep it; the bits and the table stay."""
-    monkeypatch.setattr(placements, "place_experts", partial(placements.place_experts, num_rows=4))
     monkeypatch.setattr(placements, "_KEPT_SHARE", kept_share)
-    run, draw = GpuRun(0.3, misses="pull", dynamic_share=0.8), torch.Generator().manual_seed(1)
+    run, draw = GpuRun(0.3, misses="pull", dynamic_share=0.8, num_rows=4), torch.Generator().manual_seed(1)
     with gpu_engine(folder, run) as engine, torch.inference_mode():
         memory, routes = engine.memory, ROUTES["some"]
         assert memory.placement.kept_bytes
