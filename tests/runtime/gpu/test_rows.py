@@ -121,9 +121,9 @@ def test_rows_are_those_of_each_sequence_alone(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v32"])
-def test_latents_and_keys_of_indexers_may_be_codes(family: str, tmp_path: Path) -> None:
-    check(made(f"{family}: as it comes", tmp_path), replace(RUN, cache_dtype="q8"), is_short=True)
+@pytest.mark.parametrize(("family", "dtype"), [("deepseek_v2", "q8"), ("deepseek_v32", "q8"), ("deepseek_v2", "q4")])
+def test_latents_and_keys_of_indexers_may_be_codes(family: str, dtype: KvDtype, tmp_path: Path) -> None:
+    check(made(f"{family}: as it comes", tmp_path), replace(RUN, cache_dtype=dtype), is_short=True)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint, model_spec
-from moe_pack.formats.parts import GroupedQuerySpec
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, layer_cache
@@ -299,16 +299,19 @@ def test_where_few_bits_are_not_supported_the_message_says_so(demo_pack: PackMak
     assert isinstance(heads.attention, GroupedQuerySpec)
     odd, most, wide = (replace(heads, attention=replace(heads.attention, head_dim=dim)) for dim in (18, 128, 256))
     latent = model_spec(write(Tiny("deepseek_v2", "latents"), tmp_path / "latent"))
+    assert isinstance(latent.attention, LatentSpec)
+    deep = replace(latent, attention=replace(latent.attention, kv_lora_rank=512, qk_rope_head_dim=64))
     for named, spec, part, instead in (
-        ("q8", latent, "latent attention", "bf16 or f32"),
-        ("q4", latent, "latent attention", "bf16 or f32"),
+        ("q4", deep, "of 576 values", "q8, or --device cpu"),
         ("q4", odd, "of 18 values", "bf16 or f32"),
         ("q4", wide, "of 256 values", "q8, or --device cpu"),
     ):
         with case(named, part), pytest.raises(RunError, match=f"--kv-dtype {named} with .*{part}; use {instead}$"):
             EngineOptions(device="cuda", kv_dtype=named).check_gpu(spec)
-    for named, spec in (("q8", heads), ("q4", heads), ("q8", odd), ("q4", most), ("q8", wide), ("bf16", latent)):
-        EngineOptions(device="cuda", kv_dtype=named).check_gpu(spec)
+    for spec in (heads, odd, wide, latent, deep):
+        EngineOptions(device="cuda", kv_dtype="q8").check_gpu(spec)
+    for spec in (heads, most, latent):
+        EngineOptions(device="cuda", kv_dtype="q4").check_gpu(spec)
     spec = model_spec(write(Tiny("switch_transformers", "encoder"), tmp_path / "encoder"))
     for named in ("bf16", *CODED):
         with pytest.raises(RunError, match=f"--kv-dtype {named} does not support models with an encoder; remove it"):
