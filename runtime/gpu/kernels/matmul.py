@@ -289,7 +289,10 @@ def loads_ahead(part: RowPart) -> bool:
 
 @triton.jit
 def _load_input(x_ptr, norm, PART: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Loads x as `dot_part` takes it, normalized if there is a norm, and the factor for its products."""
+    """Loads x as `dot_part` takes it, normalized if there is a norm, and the factor for its products.
+
+    The compiler drops the load before the blocks where a loop loads several vectors.
+    """
     if HAS_NORM:
         x, factor = load_normed_part(x_ptr, norm, PART)
     else:
@@ -389,15 +392,14 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
     UP: tl.constexpr = HOW.up
     R: tl.constexpr = HOW.blocks.rows
     BLOCKS: tl.constexpr = HOW.blocks.number
-    FUNCTION: tl.constexpr = HOW.function
     IN_LOOP: tl.constexpr = HOW.blocks.way == _IN_LOOP
     LOADS_AHEAD: tl.constexpr = loads_ahead(UP) and (GATE is None or loads_ahead(GATE))
-    # The first block is on its way while x is loaded; two parts of different formats take x in different orders.
     program, token = _program_of(num_tokens, HOW.blocks.way)
     x_ptr += token * UP.num_cols
     out_ptr += token * f
     if weight_ptr is not None:
         weight_ptr += token
+    # The first block is on its way while x is loaded; two parts of different formats take x in different orders.
     row = program * (BLOCKS * R) + tl.arange(0, R)
     live = row < f
     if LOADS_AHEAD:
@@ -435,32 +437,49 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
                 gate_now = load_part(gate_rows.bytes, units, is_row, GATE)
             gate_scales = load_part_scales(gate_rows.bytes, units, is_row, GATE)
         if IN_LOOP:
-            for own in loop_range(0, num_tokens):
-                own_ptr = x_ptr + own * UP.num_cols
-                own_x, own_factor = _load_input(own_ptr, norm, UP, HAS_NORM)
-                own_u = dot_loaded(up_now, up_scales, own_x, lookup_ptr, UP)
-                own_g = own_u
-                if GATE is not None:
-                    if GATE != UP:
-                        own_x, _ = _load_input(own_ptr, norm, GATE, HAS_NORM)
-                    own_g = dot_loaded(gate_now, gate_scales, own_x, lookup_ptr, GATE)
-                if HAS_NORM:
-                    own_g, own_u = own_g * own_factor, own_u * own_factor
-                h = act(own_u, FUNCTION) if GATE is None else act(own_g, FUNCTION) * factor(own_u, FUNCTION)
-                if weight_ptr is not None:
-                    h *= tl.load(weight_ptr + own)
-                tl.store(out_ptr + own * f + at, h, mask=is_row)
+            up = up_now, up_scales
+            gate = (gate_now, gate_scales) if GATE is not None else up
+            _loop_neurons(x_ptr, norm, up, gate, weight_ptr, out_ptr, lookup_ptr, at, is_row, f, num_tokens, HOW)
         else:
-            if GATE is None:
-                h = act(u, FUNCTION)
-            else:
+            g = u
+            if GATE is not None:
                 g = dot_loaded(gate_now, gate_scales, gate_x, lookup_ptr, GATE)
                 if HAS_NORM:
                     g *= x_factor
-                h = act(g, FUNCTION) * factor(u, FUNCTION)
-            if weight_ptr is not None:
-                h *= tl.load(weight_ptr)
-            tl.store(out_ptr + at, h, mask=is_row)
+            _end_neurons(g, u, weight_ptr, 0, out_ptr + at, is_row, HOW)
+
+
+@triton.jit
+def _loop_neurons(
+    x_ptr, norm, up, gate, weight_ptr, out_ptr, lookup_ptr, row, is_row, f, num_tokens, HOW: tl.constexpr
+):
+    """Writes some neurons for several vectors, from codes and scales of their rows of up and gate."""
+    GATE: tl.constexpr = HOW.gate
+    UP: tl.constexpr = HOW.up
+    HAS_NORM: tl.constexpr = HOW.blocks.has_norm
+    for token in loop_range(0, num_tokens):
+        token_ptr = x_ptr + token * UP.num_cols
+        x, x_factor = _load_input(token_ptr, norm, UP, HAS_NORM)
+        u = dot_loaded(up[0], up[1], x, lookup_ptr, UP)
+        if HAS_NORM:
+            u *= x_factor
+        g = u
+        if GATE is not None:
+            if GATE != UP:
+                x, _ = _load_input(token_ptr, norm, GATE, HAS_NORM)
+            g = dot_loaded(gate[0], gate[1], x, lookup_ptr, GATE)
+            if HAS_NORM:
+                g *= x_factor
+        _end_neurons(g, u, weight_ptr, token, out_ptr + token * f + row, is_row, HOW)
+
+
+@triton.jit
+def _end_neurons(g, u, weight_ptr, token, out_ptr, is_row, HOW: tl.constexpr):
+    """Writes neurons, times the vector's weight: up's activation, or the gate's times up's factor."""
+    h = act(u, HOW.function) if HOW.gate is None else act(g, HOW.function) * factor(u, HOW.function)
+    if weight_ptr is not None:
+        h *= tl.load(weight_ptr + token)
+    tl.store(out_ptr, h, mask=is_row)
 
 
 @triton.jit

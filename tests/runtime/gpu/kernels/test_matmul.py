@@ -9,11 +9,15 @@ from support.random_experts import assert_near, product_magnitudes, random_rows,
 from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
+from moe_pack.formats.pack.layouts import DenseLayout
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_text
+from moe_pack.formats.pack.safetensors import TensorEntry
+from moe_pack.formats.parts.part import DenseRole
 from moe_pack.runtime.gpu.kernels import matmul as module
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.rows import RowPart, Tile, part_of, stored_part
+from moe_pack.runtime.gpu.weights import DeviceMatrix
 from moe_pack.runtime.model import TORCH, RowMatrix, StoredMatrix, linear
 
 STORED = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]
@@ -154,6 +158,20 @@ def test_several_rows_are_gathered_as_each_alone(kernel_device: torch.device) ->
         gather_row(matrix, given, found, scale=2.0)
         for row, number in enumerate(ids):
             assert torch.equal(found[row].cpu(), gathered(matrix.rows, matrix.part, number, 192, kernel_device, 2.0))
+
+
+def test_a_few_rows_are_multiplied_each_as_alone_and_as_exactly(kernel_device: torch.device) -> None:
+    weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    dense = DenseLayout(DenseRole("q", (7, 64), True), "F32", None, TensorEntry("q", "F32", (7, 64), 0, weight.nbytes))
+    raw, scratch = weight.view(torch.uint8).flatten().to(kernel_device), torch.empty(4096, dtype=torch.float16)
+    matrix = DeviceMatrix(dense, raw, scratch.to(kernel_device), FAST)
+    for num_tokens in (*SEVERAL, 9):
+        with case(num_tokens):
+            x = random_tokens(num_tokens, 64).to(kernel_device)
+            found = matrix.product(x)
+            if num_tokens <= 8:
+                assert torch.equal(found, torch.cat([matrix.product(row[None]) for row in x]))
+            assert_many_close(found, (x @ weight.to(kernel_device).T).cpu(), FAST if num_tokens > 8 else EXACT)
 
 
 # --- with the norm before
