@@ -18,8 +18,7 @@ from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
 
 SILU, RELU, RELU2, CLAMPED_SWIGLU, GELU_TANH, CLIPPED_SILU, CAPPED_SILU = (tl.constexpr(number) for number in range(7))
 _LIMIT, _STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)  # of the clamped SwiGLU
-_GELU_SLOPE, _GELU_CUBE = tl.constexpr(2 * (2 / math.pi) ** 0.5), tl.constexpr(0.044715)
-_MOST_POWER = tl.constexpr(80.0)  # so that no power is infinite
+_GELU_SLOPE, _GELU_CUBE = tl.constexpr((2 / math.pi) ** 0.5), tl.constexpr(0.044715)
 _NUMBER_BITS = tl.constexpr(8)  # of a function's number; the bits of its limit in float32 are above them
 
 
@@ -66,9 +65,10 @@ def act(g, FUNCTION: tl.constexpr):
         clamped = tl.where(g > _LIMIT, _LIMIT, g)
         active = clamped / (1.0 + tl.exp(-_STEEPNESS * clamped))
     elif KIND == GELU_TANH:
-        # (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which does not cancel.
-        y = -_GELU_SLOPE * (g + _GELU_CUBE * g * g * g)
-        active = g / (1.0 + tl.exp(tl.where(y > _MOST_POWER, _MOST_POWER, y)))
+        y = _GELU_SLOPE * (g + _GELU_CUBE * g * g * g)
+        power = tl.exp(-2.0 * tl.abs(y))  # which does not overflow
+        tanh = (1.0 - power) / (1.0 + power)
+        active = 0.5 * g * (1.0 + tl.where(y < 0, -tanh, tanh))
     else:
         active = g / (1.0 + tl.exp(-g))
     if KIND == CAPPED_SILU:

@@ -66,8 +66,6 @@ def test_the_sums_of_several_tokens_have_the_bits_of_each_alone(num_tokens: int,
     torch.testing.assert_close(found, others["residual"] + 2.5 * expected, rtol=1e-5, atol=1e-5)
 
 
-# Numpy, in which the interpreter computes, tells of overflow.
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_kernel_activates_neurons_as_torch_does(kernel_device: torch.device) -> None:
     operations = GpuOperations()
     for function in FUNCTIONS:

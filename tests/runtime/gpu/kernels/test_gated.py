@@ -28,8 +28,6 @@ def of_products(products: Tensor, device: torch.device) -> matmul.StoredRows:
     return matmul.StoredRows(rows.to(device), stored_part("F32", 4))
 
 
-# Numpy, in which the interpreter computes, tells of overflow.
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("has_gate", [True, False])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 def test_every_function_is_the_references_on_both_sides_of_its_limits(
