@@ -125,6 +125,13 @@ class Index:
     experts: tuple[tuple[plans.ExpertFormat, ...], ...]  # [l][e]
     _row_bytes: tuple[Array, Array]
 
+    def of_layers(self, first: int, last: int) -> "Index":
+        """Returns the index of the MoE layers `first` to `last`, without `last`."""
+        own = slice(first, last)
+        arrays = (self.offset[own], self.size[own], self.crc32[own], self.sha256[own])
+        selectors, records = self._row_bytes
+        return Index(*arrays, self.experts[own], (selectors[own], records[own]))
+
     def check_layout(self, layout: layouts.PackLayout) -> None:
         """Checks that offsets and sizes follow from the formats. Raises PackError with the first that does not."""
         experts = layout.experts
@@ -230,6 +237,10 @@ class RotationVectors:
 
     input: NDArray[np.float32]
     output: NDArray[np.float32]
+
+    def of_layers(self, first: int, last: int) -> "RotationVectors":
+        """Returns the vectors of the MoE layers `first` to `last`, without `last`."""
+        return RotationVectors(self.input[first:last], self.output[first:last])
 
     def is_rotated(self, layer_idx: int) -> bool:
         """Returns whether a MoE layer's experts are stored in rotated coordinates."""

@@ -41,9 +41,13 @@ class Pack:
     index: manifests.Index
     thresholds: NDArray[np.float32]  # [L, E]
     rotation: manifests.RotationVectors | None = None  # None if no layer's experts are rotated
+    begins = True  # whether its first layer is the model's, which follows the embedding
+    ends = True  # whether its last layer is the model's, which the head follows
+    whole: "Pack"  # the pack with all layers of the model, this one or another
+    moe_slice = slice(None)  # the place of its MoE layers among those of the whole pack
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.whole = folder, self
         self._readers: dict[str, safetensors.RangeReader] = {}
         self._paths: dict[str, Path] = {}  # of files with another path than their name
         self._maps: dict[int, NDArray[np.uint8]] = {}  # of the experts' files, by layer_idx

@@ -9,8 +9,8 @@ Neither grows with the text, and neither can be cut back to an earlier position.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
 
 from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts import part
@@ -471,6 +471,10 @@ class LightningSpec(Mixer):
         """Returns the factor of a layer's decays."""
         return self.factors[self.layers.index(layer)]
 
+    def of_layers(self, first: int, last: int) -> Self:
+        found = part.of_layers(self, first, last)
+        return replace(found, factors=tuple(self.factor(layer + first) for layer in found.layers))
+
     def roles(self, d: int) -> Iterator[part.DenseRole]:
         yield from part.matrices(qkv=(3 * self.head_width, d), gate=(self.head_width, d))
         yield from part.vectors(out_norm=self.head_width)
@@ -500,7 +504,7 @@ MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | MambaSpec | ShortConvS
 
 
 @dataclass(frozen=True, slots=True)
-class HalvesSpec:
+class HalvesSpec(part.Part):
     """Layers with one half alone: `first` has attention or a mixer, `second` has experts or a dense expert.
 
     Source: transformers, models/nemotron_h, NemotronHBlock.
@@ -508,6 +512,9 @@ class HalvesSpec:
 
     first: tuple[int, ...]  # rising
     second: tuple[int, ...]  # rising
+
+    def of_layers(self, first: int, last: int) -> Self:
+        return replace(self, first=part.shifted(self.first, first, last), second=part.shifted(self.second, first, last))
 
     def fault(self, num_layers: int) -> str | None:
         """Returns why halves cannot be those of a model of so many layers, or None."""

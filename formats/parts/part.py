@@ -5,9 +5,9 @@ Others ask the part, and do not look at its class.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 from moe_pack.formats.base.json_files import added
 
@@ -70,8 +70,8 @@ def numbers_fault(numbers: Mapping[str, float | None], most: Literal["1", "1e6"]
     return None
 
 
-# The engine of a GPU, and llama.cpp where metadata of a GGUF file can say the part.
-Runner = Literal["gpu", "gguf"]
+# The engine of a GPU, several GPUs with some layers each, and llama.cpp where metadata of a GGUF file can say the part.
+Runner = Literal["gpu", "gpus", "gguf"]
 
 
 class Part:
@@ -82,6 +82,32 @@ class Part:
     def lacks(self, runner: Runner) -> Iterator[str]:
         """Yields, in words, all of this part that a runner cannot compute."""
         yield from ()
+
+    def of_layers(self, first: int, last: int) -> Self:
+        """Returns the part in a model of the layers `first` to `last`, without `last`, which count from 0."""
+        return of_layers(self, first, last)
+
+
+Record = TypeVar("Record")
+
+
+def of_layers(record: Record, first: int, last: int) -> Record:
+    """Does the same as `Part.of_layers` for any dataclass: its fields named `layers`, or `..._layers`, list layers."""
+    changed: dict[str, Any] = {}
+    for field in fields(record):  # type: ignore[arg-type]  # a dataclass
+        value = getattr(record, field.name)
+        if isinstance(value, Part):
+            changed[field.name] = value.of_layers(first, last)
+        elif isinstance(value, tuple) and field.name.endswith("layers"):
+            changed[field.name] = shifted(value, first, last)
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            changed[field.name] = tuple(of_layers(each, first, last) for each in value)
+    return replace(record, **changed)  # type: ignore[type-var]  # likewise
+
+
+def shifted(layers: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
+    """Returns those of the layers from `first` on and before `last`, counted from `first`."""
+    return tuple(layer - first for layer in layers if first <= layer < last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,10 @@ class NormedResidualSpec(Residual):
     def is_read_as_is(self) -> bool:
         return not self.before
 
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gpus" and self.by_depth:
+            yield "sums that are weighed by their depth"
+
     def half_roles(self, half: Half, has_experts: bool, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
         yield from Residual.half_roles(self, half, has_experts, d, norm)
         if self.apart and has_experts:

@@ -8,7 +8,7 @@ docs/model.md says what each value means. From a spec alone follow the names and
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from moe_pack.formats import parts  # its face loads a kind of part for a model that has one
 from moe_pack.formats.base.json_files import added
@@ -229,6 +229,9 @@ class ModelSpec(part.Part):
         """The rotary positions, if attention is rotary."""
         assert self.rope is not None, "GPUs run models with rotary positions alone"
         return self.rope
+
+    def of_layers(self, first: int, last: int) -> Self:
+        return replace(part.of_layers(self, first, last), num_hidden_layers=last - first)
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
         if runner == "gpu" and self.encoder is not None:
