@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -34,13 +34,19 @@ class GpuMemory:
     missing, or this process used the GPU before), all memory in use counts as this process's.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gpus: "Sequence[_NvmlGpu] | None" = None) -> None:
         self._device = device
         # This comes first: calls of torch may make the context, which has to be counted.
-        gpus = [] if torch.cuda.is_initialized() else _gpus()  # type: ignore[no-untyped-call]  # untyped in torch
+        gpus = _unused_gpus() if gpus is None else gpus
         # torch numbers the GPUs that CUDA_VISIBLE_DEVICES leaves, the library all of them: their names identify them.
         name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         self._gpu = next((gpu for gpu in gpus if gpu.name == name), None)
+
+    @classmethod
+    def of_each(cls, gpus: "Sequence[torch.device]") -> "list[GpuMemory]":
+        """Returns the memory of several GPUs, all listed before any of them is used."""
+        listed = _unused_gpus()
+        return [cls(device, listed) for device in gpus]
 
     def used_bytes(self) -> int:
         """Returns the bytes in use, after the GPU has done all that it was given."""
@@ -76,6 +82,11 @@ class _NvmlGpu:
         return int(memory.used)
 
 
+def _unused_gpus() -> list[_NvmlGpu]:
+    """Returns all GPUs; an empty list if the library is missing, or this process has used one of them."""
+    return [] if torch.cuda.is_initialized() else _gpus()  # type: ignore[no-untyped-call]  # untyped in torch
+
+
 def _gpus() -> list[_NvmlGpu]:
     """Returns all GPUs; an empty list if the library is missing."""
     try:
@@ -97,6 +108,11 @@ def _gpus() -> list[_NvmlGpu]:
     return gpus
 
 
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a device torch's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 Fork = Literal["cpu", "link", "next"]
 
 
@@ -107,12 +123,16 @@ class Queues:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._forks: dict[Fork, torch.cuda.Stream] = {}
         if self._is_cuda:
             self._forks = {fork: torch.cuda.Stream(device) for fork in get_args(Fork)}  # type: ignore[no-untyped-call]  # untyped in torch
         self._copy = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]  # likewise
         self._open = set[Fork]()
+
+    def current(self) -> AbstractContextManager[None]:
+        """Makes this device torch's current one, to which launches and marks go; other threads have their own."""
+        return on_device(self._device)
 
     @contextmanager
     def forked(self, fork: Fork) -> Iterator[None]:

@@ -176,6 +176,8 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         is_fast: bool = False,
         spare_bytes: int = 0,
     ) -> None:
+        # Whether its first layer is the model's, after the embedding, and its last one, before the head.
+        self.begins, self.ends = pack.begins, pack.ends
         self._num_halves = fit.FAST_HALVES if is_fast else fit.EXACT_HALVES
         d, num_pairs = pack.spec.hidden_size, chunk_tokens * pack.spec.router.num_experts_per_tok
         self._slicing = fit.Slicing.for_passes(pack.layout, chunk_tokens, self._num_halves, spare_bytes)

@@ -113,6 +113,23 @@ class KVCache:
         self._num_tokens = 0
         self._saved_tokens: int | None = None  # where states were copied
 
+    @classmethod
+    def joined(cls, spec: specs.ModelSpec, caches: Sequence["KVCache"]) -> "KVCache":
+        """Returns the cache of a whole model, whose memory is that of caches of its consecutive layers."""
+        last, layers, states = caches[-1], list[layer_cache.LayerCache](), list[tuple[int, States]]()
+        for each in caches:
+            states.append((len(layers), each.states))
+            layers += each._layers
+        memory = layers, dict[int, LayerState]()
+        found = cls(spec, last.context_tokens, last.device, dtype=last.dtype, memory=memory)
+        found.states = States.joined(states, last.device)
+        found.num_bytes = sum(each.num_bytes for each in caches)
+        return found
+
+    def go_with(self, whole: "KVCache") -> None:
+        """Takes the position of a joined cache, which has this cache's memory."""
+        self._num_tokens = whole.num_tokens
+
     def _find_rings(self, spec: specs.ModelSpec) -> Iterator[_Ring]:
         for number, layer in enumerate(self._layers):
             if 0 < layer.keys.shape[1] < self.context_tokens:

@@ -6,7 +6,7 @@ had its own pass.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -38,13 +38,18 @@ class Pass:
     ) -> None:
         self._weights, self._num_new, self._sequences, self._ngram_rows = weights, num_new, sequences, rows
         self._rows = [slice(i * num_new, (i + 1) * num_new) for i in range(len(sequences))]
-        self.num_sequences = len(sequences)
+        self.num_sequences, self._num_tokens = len(sequences), num_tokens
         self._angles = joined_angles(
             [
                 sequence.angles_at(sequence.num_tokens, sequence.num_tokens + num_new, number)
                 for sequence, number in zip(sequences, num_tokens, strict=True)
             ]
         )
+
+    def over(self, weights: Weights, sequence_of: Callable[[CachedSequence], CachedSequence]) -> "Pass":
+        """Returns the same pass over the layers of some weights, whose caches other sequences have."""
+        sequences = [sequence_of(each) for each in self._sequences]
+        return Pass(weights, sequences, self._ngram_rows, self._num_new, self._num_tokens)
 
     def end(self, x: Tensor) -> None:
         """Counts the new tokens, when all layers have run, and shows their hidden states to a sequence's follower."""
@@ -279,9 +284,12 @@ class SequencePasses(ABC):
     def _run(self, batch: Pass, ids: Tensor, ends_early: bool = False) -> Tensor:
         if isinstance(self.weights, layers.ExpertRunner):
             self.weights.begin_pass(ids, 1 if ends_early else len(ids))
-        x = self.run_layers(layers.embed(ids, self.weights), batch, ids, ends_early)
+        x = self.run_layers(self._embed(ids), batch, ids, ends_early)
         batch.end(x)
         return x
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return layers.embed(ids, self.weights)
 
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """The GPU's engine over plain memory: Triton's interpreter runs its kernels, and CPU tensors are the GPU's memory."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from moe_pack.formats import Pack
+from moe_pack.formats.pack.slices import PackSlice
 from moe_pack.runtime.gpu.cpu_share import MEASURED_TOKENS, Rates
 from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.placements import DYNAMIC_SHARE, Misses, least_placement
@@ -75,8 +77,15 @@ def _rates(cpu_share: float) -> Rates:
 def gpu_engine(
     folder: Path, run: GpuRun, device: torch.device = CPU, eviction: Callable[[CacheFacts], Eviction] | None = None
 ) -> Iterator[GpuEngine]:
+    with Pack(folder) as pack, engine_of(pack, run, device, eviction) as built:
+        yield built
+
+
+@contextmanager
+def engine_of(
+    pack: Pack, run: GpuRun, device: torch.device = CPU, eviction: Callable[[CacheFacts], Eviction] | None = None
+) -> Iterator[GpuEngine]:
     with ExitStack() as stack:
-        pack = stack.enter_context(Pack(folder))
         host: HostArena | None = None
         tier: ExpertRunner | None = None
         kernels = kernels_limited_to("portable")
@@ -107,6 +116,28 @@ def gpu_decoder(
     """Builds the engine, and gives its decoder; `eviction` is in place of the policy's."""
     with gpu_engine(folder, run, device, eviction) as built:
         yield built.decoder
+
+
+@contextmanager
+def staged_decoder(
+    folder: Path,
+    run: GpuRun,
+    ends: Sequence[int],
+    num_checkpoints: int = 0,
+    on_device: Callable[[int], AbstractContextManager[object]] = lambda number: nullcontext(),
+) -> Iterator[GpuDecoder]:
+    """Builds an engine for the layers up to each end, and gives the decoder of the whole model.
+
+    Args:    on_device: makes the device of a stage the current one.
+    """
+    with ExitStack() as stack:
+        pack, decoders = stack.enter_context(Pack(folder)), list[GpuDecoder]()
+        for number, (first, last) in enumerate(pairwise((0, *ends))):
+            with on_device(number):
+                built = stack.enter_context(engine_of(PackSlice(pack, first, last), run))
+            decoders.append(built.decoder)
+        decoders[-1].join(decoders[:-1], pack.spec, num_checkpoints)
+        yield decoders[-1]
 
 
 def reference_logits(folder: Path, ids: list[int] = IDS) -> torch.Tensor:

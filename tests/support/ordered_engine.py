@@ -8,7 +8,7 @@ are tensors made with `device=` or `.to(device)`, and what comes from them; page
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_pack.runtime.gpu import cpu_share, devices
 from support.kernel_accesses import Chunk, Launch, is_launching, seen_launches
-from support.ordered_work import UNIT_BYTES, Access, Event, Order, Region, Stream, Units
+from support.ordered_work import UNIT_BYTES, Access, Event, Order, OrderError, Region, Stream, Units
 
 _Queues = devices.Queues
 # Operations that take only sizes from their tensors, and those that write nothing.
@@ -76,16 +76,31 @@ class Watch:
         region, storage = self.region(tensor), tensor.untyped_storage()
         if region is None:
             name = f"{'page-locked ' * (kind == 'locked')}{tensor.dtype} {list(tensor.shape)}".replace("torch.", "")
-            region = Region(name, kind, storage.data_ptr(), storage.nbytes(), self.order.current.number)
+            region = Region(name, kind, storage.data_ptr(), storage.nbytes(), *self._place())
             self._known[storage._cdata] = StorageWeakRef(storage), region  # type: ignore[no-untyped-call]  # in torch
             self._look_for_freed()
         return region
 
+    def _place(self) -> tuple[int, int]:
+        return self.order.current.number, self.order.current.device.number
+
+    @contextmanager
+    def on_its_device(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Makes the device of these tensors the current one, as torch does, unless they lie on several devices."""
+        regions, current = [self.region(each) for each in tensors], self.order.current
+        used = {region.device for region in regions if region is not None and region.kind == "device"}
+        is_other = current is current.device and len(used) == 1 and used != {current.number}
+        with self.order.on(self.order.streams[used.pop()] if is_other else current):
+            yield
+
     def launch(self, launch: Launch) -> None:
-        """Records a kernel's launch."""
+        """Records a kernel's launch, which goes to the current device."""
         if not self._depth:
             return
         regions = {region.begin: region for region in (self.add(each, "device") for each in launch.tensors)}
+        _, device = self._place()
+        if any(region.kind == "device" and region.device != device for region in regions.values()):
+            raise OrderError(f"{launch.name} uses memory of another device than {self.order.current.device.name}")
         begins = sorted(regions)
 
         def accesses(chunks: Sequence[Chunk]) -> list[Access]:
@@ -149,13 +164,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untype
         if not is_on_device:
             watch.use_on_host(name, reads, writes)
             return
-        for each in new:
-            watch.add(each, "device")
-        watch.call(name, reads, [*writes, *(new if name not in _EMPTY else ())])
         is_of_host = any(region is None or region.kind == "locked" for region in regions.values())
         is_blocking = name == "copy_" and is_of_host and not (kwargs.get("non_blocking") or args[2:] == (True,))
-        if not results or is_blocking or name in _WAITING:
-            watch.order.host_waits()
+        with watch.on_its_device([*regions]):
+            for each in new:
+                watch.add(each, "device")
+            watch.call(name, reads, [*writes, *(new if name not in _EMPTY else ())])
+            if not results or is_blocking or name in _WAITING:
+                watch.order.host_waits()
 
 
 class _Functions(TorchFunctionMode):
@@ -201,8 +217,9 @@ class _Functions(TorchFunctionMode):
         if region is None:
             return found
         if region.kind == "device":
-            watch.call(func.__name__, [source], ())
-            watch.order.host_waits()
+            with watch.on_its_device([source]):
+                watch.call(func.__name__, [source], ())
+                watch.order.host_waits()
         watch.use_on_host(func.__name__, [source], ())
         if func is Tensor.cpu and region.kind == "device":
             with watch.off():
@@ -215,9 +232,16 @@ class OrderedQueues(_Queues):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cuda"))
+        self._main: Stream = devices.torch.cuda.current_stream()  # type: ignore[assignment]  # of a double
         for fork, stream in self._forks.items():
             stream.name = fork  # type: ignore[attr-defined]  # of a double
+        own: list[Any] = [*self._forks.values(), self._copy]
+        for each in own:
+            each.device = self._main
         self._copy.name = "copies"  # type: ignore[union-attr]  # a GPU has one
+
+    def current(self) -> AbstractContextManager[None]:
+        return self._main.order.on(self._main)
 
 
 class _Overlay:

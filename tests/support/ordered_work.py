@@ -44,6 +44,7 @@ class Region:
     begin: int  # address
     num_bytes: int
     stream: int  # on which it was allocated
+    device: int  # the current stream of its device
     reads: dict[int, NDArray[np.int32]] = field(default_factory=dict)
     writes: dict[int, NDArray[np.int32]] = field(default_factory=dict)
     last: Clock = field(default_factory=dict)  # the last work that used any of it
@@ -67,6 +68,7 @@ class Stream:
 
     def __init__(self, order: "Order", name: str) -> None:
         self.order, self.name, self.number = order, name, len(order.streams)
+        self.device = self  # the current stream of its device
         self.clock: Clock = {}
         self.works: list[str] = []
         self.ends_with_kernel = False  # and nothing was forked from it or joined since
@@ -124,6 +126,7 @@ class Order:
         assert self.host.number == _HOST
         self.current = self.main
         self.graph: int | None = None
+        self._graph_stream = self.main
         self._before_graph: list[int] = []  # by stream, how much work there was
         self.is_late = False
 
@@ -145,7 +148,7 @@ class Order:
         """
         stream, work = self.current, f"{name} ({_site()})"
         _merge(stream.clock, self.host.clock)
-        if self.graph is not None and stream.clock.get(self.main.number, 0) < self.graph:
+        if self.graph is not None and stream.clock.get(self._graph_stream.number, 0) < self.graph:
             raise OrderError(f"{work} on the stream {stream.name}: it is not forked from the graph's stream")
         if early is not None:
             self._check_early(work, stream, early)
@@ -176,7 +179,8 @@ class Order:
     def check_freed(self, region: Region) -> None:
         """Checks that memory that was freed may be given to the current stream, as PyTorch's allocator does."""
         for number, last in region.last.items():
-            known = max(self.current.clock.get(number, 0), self.host.clock.get(number, 0))
+            clocks = (self.current.clock, self.host.clock, self.streams[region.stream].clock)
+            known = max(clock.get(number, 0) for clock in clocks)
             if number != region.stream and known < last:
                 user = self.streams[number]
                 raise OrderError(
@@ -185,20 +189,21 @@ class Order:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Launches what a graph may repeat: all that is forked in it has to be joined in it."""
+        """Launches what a graph of the current stream may repeat: all that is forked in it has to be joined in it."""
+        self._graph_stream = self.current
         before = self._before_graph = [len(stream.works) for stream in self.streams]
         self.launch("the token's beginning", (), ())
-        self.graph = len(self.main.works)
+        self.graph = len(self._graph_stream.works)
         try:
             yield
         finally:
             self.graph = None
         for stream, num_before in zip(self.streams, before, strict=True):
-            if max(num_before, self.main.clock.get(stream.number, 0)) < len(stream.works):
+            if max(num_before, self._graph_stream.clock.get(stream.number, 0)) < len(stream.works):
                 raise OrderError(f"{stream.works[-1]} on the stream {stream.name} is not joined in its graph")
 
     def _check_early(self, work: str, stream: Stream, early: Sequence[Access]) -> None:
-        if self.graph is None or stream is not self.main or not stream.ends_with_kernel:
+        if self.graph is None or stream is not self._graph_stream or not stream.ends_with_kernel:
             raise OrderError(f"{work} on the stream {stream.name} starts early, and not directly after a kernel")
         for region, units in early:
             for number, last in region.writes.items():

@@ -5,7 +5,7 @@ before lacked (`MovingSlots`, with `residency`). Importing this needs Triton.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from statistics import median
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_pack import formats
 from moe_pack.runtime.gpu import devices, fit
 from moe_pack.runtime.gpu.kernels import tables
 from moe_pack.runtime.gpu.kernels.pull import bring
@@ -23,6 +24,7 @@ from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, Toke
 from moe_pack.runtime.gpu.token import step as token_step
 from moe_pack.runtime.gpu.token.layers import LayerBuffers, TokenLayers
 from moe_pack.runtime.gpu.token.rows import TokenCaches
+from moe_pack.runtime.gpu.token.stages import RowEntry, Stages
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model import Decoder, caches, kv_cache, passes
 from moe_pack.runtime.model.compute.router import expert_scores
@@ -285,6 +287,24 @@ class GpuDecoder(Decoder):
         }
         self._turn = 0
         self._token_seconds = _FIRST_TOKEN_SECONDS
+        self.own_sequences, self.queues, self.begins = self.sequences, inputs.queues, weights.begins
+        self._own_of: dict[int, kv_cache.CachedSequence] = {}  # of a whole model's sequences
+        self._stages = Stages((self,))
+
+    def join(self, earlier: Sequence["GpuDecoder"], spec: formats.ModelSpec, num_checkpoints: int) -> None:
+        """Makes this the decoder of a whole model, whose earlier layers other decoders have; they stay the caller's.
+
+        `spec` and `weights` stay those of this decoder's own layers.
+        Args:    earlier: in the order of their layers, with as many sequences and rows.   spec: the model's.
+                 num_checkpoints: of each sequence; those of the parts have none.
+        """
+        self._stages = Stages((*earlier, self))
+        self.chunk_tokens = min(each.chunk_tokens for each in self._stages.decoders)
+        ropes, caches_of_slots = caches.LayerRopes(spec, self.device), self._stages.caches(spec)
+        self.sequences = tuple(kv_cache.CachedSequence(spec, each, ropes, num_checkpoints) for each in caches_of_slots)
+        self._slot_of = {id(sequence): slot for slot, sequence in enumerate(self.sequences)}
+        for decoder in self._stages.decoders:
+            decoder._own_of = dict(zip(self._slot_of, decoder.own_sequences, strict=True))
 
     def logits(self, ids: list[int]) -> Tensor:
         """Returns logits in host memory."""
@@ -297,6 +317,14 @@ class GpuDecoder(Decoder):
                 for some in torch.split(hidden, fit.LOGITS_AT_ONCE)
             ]
         )
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Returns logits on this decoder's device, whichever is torch's current one."""
+        with self.queues.current():
+            return super().logits_of(hidden)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.logits_of(hidden)
 
     def extend(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Tensor:
         """Returns the last logits in host memory, valid until the next call."""
@@ -350,6 +378,8 @@ class GpuDecoder(Decoder):
             for token in tokens:
                 if self.cache.num_tokens == self.cache.context_tokens:
                     self.reset()
+                if self._step.received is not None:
+                    self._step.received.rows.normal_()
                 started = time.perf_counter()
                 self._run_rows([(self.sequences[0], token)])
                 times.append(time.perf_counter() - started)
@@ -385,10 +415,10 @@ class GpuDecoder(Decoder):
     @property
     def routes(self) -> Tensor:
         """The experts of the last pass of few tokens, of its first row: int32 [L, k]."""
-        return self._step.routes[1 - self._turn][:, 0]
+        return torch.cat([each._step.routes[1 - each._turn][:, 0] for each in self._stages.decoders])
 
     def counts(self) -> fit.GpuCounts:
-        """Returns the needs of the tokens that ran in passes of few until now."""
+        """Returns the needs of the tokens that ran in passes of few until now, of this decoder's own layers."""
         return self._counts.result()
 
     # ---- passes of few tokens ----------------------------------------------------------------------------------------
@@ -404,11 +434,36 @@ class GpuDecoder(Decoder):
 
     def append(self, sequence: kv_cache.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
         """Returns the hidden states of new tokens; experts stream through the GPU."""
+        self._stages.each(GpuDecoder.begin_pass)
+        hidden = super().append(sequence, ids, last_only)
+        self._stages.each(GpuDecoder.end_pass)
+        return hidden
+
+    def begin_pass(self) -> None:
+        """Begins passes of many tokens, which take the memory of slots."""
         self._slots.empty()
         self._gpu_weights.stream.begin_pass()
-        hidden = super().append(sequence, ids, last_only)
+
+    def end_pass(self) -> None:
+        """Ends passes of many tokens."""
         self._gpu_weights.stream.end_pass()
-        return hidden
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self._stages.embed(ids)
+
+    def run_layers(self, x: Tensor, batch: passes.Pass, ids: Tensor, ends_early: bool) -> Tensor:
+        """Returns the hidden states after all stages; passes are whole, whatever `ends_early`."""
+        return self._stages.run_layers(x, batch, ids)
+
+    def run_own_layers(self, x: Tensor, batch: passes.Pass, ids: Tensor) -> Tensor:
+        """Returns the hidden states [T, w] of tokens int64 [T] after this decoder's own layers."""
+        return super().run_layers(x, batch, ids, ends_early=False)
+
+    def own_sequence(self, sequence: kv_cache.CachedSequence) -> kv_cache.CachedSequence:
+        """Returns a whole model's sequence with the caches of this decoder's own layers."""
+        own = self._own_of[id(sequence)]
+        own.cache.go_with(sequence.cache)
+        return own
 
     def _extend_together(self, sequences: list[kv_cache.CachedSequence], ids: list[int]) -> Tensor:
         rows = list(zip(sequences, ids, strict=True))
@@ -441,35 +496,61 @@ class GpuDecoder(Decoder):
 
         The logits are in host memory, and valid until the next call.
         """
-        number, started, turn = len(rows), time.perf_counter(), self._turn
-        new = dict[int, list[int]]()
-        for row, (sequence, token) in enumerate(rows):
-            own = new.setdefault(self._slot_of[id(sequence)], [])
-            entries = (token, sequence.num_tokens + len(own), self._slot_of[id(sequence)])
-            self._control[: len(entries), row] = torch.tensor(entries)
+        started, entries, new = time.perf_counter(), list[RowEntry](), dict[int, list[int]]()
+        for sequence, token in rows:
+            slot = self._slot_of[id(sequence)]
+            own = new.setdefault(slot, [])
+            entries.append(RowEntry(token, sequence.num_tokens + len(own), slot))
             own.append(token)
         for slot, tokens in new.items():
             self._check_ids(self.sequences[slot], tokens)
-        self._control[len(entries), 0] = self._slots.num_changes(turn)
-        begin = self._inputs.queues.mark()
         try:
-            self._runs[number, turn]()
-            self._slots.between_tokens(1 - turn, begin, self._token_seconds)
-            # The only wait for a pass: its logits are returned. A mark and not a stream: a test makes torch forbid
-            # waits for streams. The wait takes a CPU, which the CPU's share leaves free.
-            self._inputs.queues.mark().wait()
-            if self._inputs.share is not None:
-                self._inputs.share.check()
+            self._stages.run_rows(entries)
         except BaseException:
             for slot in new:
                 passes.keep_what_is_whole(self.sequences[slot].cache, self.sequences[slot].num_tokens)
             raise
-        self._counts.add(turn, number)
-        self._slots.token_ended()
-        self._turn = 1 - turn
-        self._token_seconds = time.perf_counter() - started
+        for decoder in self._stages.decoders:
+            decoder._token_seconds = time.perf_counter() - started
         self._end_rows(new)
-        return self._logits[:number]
+        return self._logits[: len(rows)]
+
+    def launch_rows(self, entries: Sequence[RowEntry]) -> devices.Mark:
+        """Launches rows through this decoder's own layers; returns what came before."""
+        self._control[:3, : len(entries)] = torch.tensor(entries).T
+        self._control[3, 0] = self._slots.num_changes(self._turn)
+        begin = self.queues.mark()
+        self._runs[len(entries), self._turn]()
+        return begin
+
+    def decide(self, begin: devices.Mark) -> None:
+        """Decides on the slots while rows run that were launched after a mark."""
+        self._slots.between_tokens(1 - self._turn, begin, self._token_seconds)
+
+    def wait(self) -> None:
+        """Waits for all that was launched: the only wait for a pass, whose logits are returned.
+
+        It is a mark and not a stream, because a test makes torch forbid waits for streams. It takes a CPU, which the
+        CPU's share leaves free.
+        """
+        self.queues.mark().wait()
+
+    def end_rows(self, num_rows: int) -> None:
+        """Counts the rows that have run in this decoder's own layers; raises RunError if the CPU's share has failed."""
+        if self._inputs.share is not None:
+            self._inputs.share.check()
+        self._counts.add(self._turn, num_rows)
+        self._slots.token_ended()
+        self._turn = 1 - self._turn
+
+    def hidden(self, num_rows: int) -> Tensor:
+        """The hidden states [T, w] of rows after this decoder's own layers."""
+        return self._buffers.x[:num_rows]
+
+    def received(self, num_rows: int) -> Tensor:
+        """The memory [T, w] for hidden states of rows from the layers before, on another device."""
+        assert self._step.received is not None, "there are layers before"
+        return self._step.received.rows[:num_rows]
 
     def _end_rows(self, new: dict[int, list[int]]) -> None:
         """Counts the new tokens of each slot, and shows their hidden states to a sequence's follower."""
@@ -489,7 +570,8 @@ class GpuDecoder(Decoder):
         buffers.control.copy_(self._control, non_blocking=True)
         self._slots.load(turn)
         self._step.run(turn, buffers.num_changes, num_rows)
-        self._logits[:num_rows].copy_(buffers.logits[:num_rows], non_blocking=True)
+        if self._gpu_weights.ends:
+            self._logits[:num_rows].copy_(buffers.logits[:num_rows], non_blocking=True)
 
 
 def _num_sms(device: torch.device) -> int:

@@ -270,7 +270,9 @@ def run_everything(pack: formats.Pack, built: GpuEngine, chunk_tokens: int) -> N
         if num_tokens == 1:
             decoder.logits([0])
         else:  # also where so few tokens run one after another
-            decoder.logits_of(decoder.append(decoder.sequences[0], [0] * num_tokens)[-1][-fit.LOGITS_AT_ONCE :])
+            hidden = decoder.append(decoder.sequences[0], [0] * num_tokens)[-1]
+            if pack.ends:
+                decoder.logits_of(hidden[-fit.LOGITS_AT_ONCE :])
     decoder.reset()
 
 

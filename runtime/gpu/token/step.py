@@ -6,6 +6,7 @@ predicted experts on a fork of the graph (`prefetch`). No launch waits for Pytho
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.runtime.gpu import cpu_share, devices, placements
-from moe_pack.runtime.gpu.kernels import elementwise, grids, rotation
+from moe_pack.runtime.gpu.kernels import elementwise, grids, matmul, rotation
 from moe_pack.runtime.gpu.kernels.pull import enter_rows
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice
+from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.token import experts
@@ -47,6 +49,23 @@ class StepInputs:
     # Whether Algorithm 2 of *importance* splits a layer's missing experts one by one; `pulled_share` is then the link's
     # rate divided by both rates, and no other is tried.
     by_expert: bool = False
+
+
+class ReceivedRows(NamedTuple):
+    """Hidden states of rows, which come from another device before a graph runs."""
+
+    rows: Tensor  # float32 [R, w]
+    numbers: Tensor  # int32 [R], 0, 1, 2 and so on
+
+    @classmethod
+    def allocate(cls, x: Tensor) -> "ReceivedRows":
+        """Allocates for as many rows as x [R, w] has."""
+        return cls(torch.zeros_like(x), torch.arange(len(x), dtype=torch.int32, device=x.device))
+
+    def enter(self, x: Tensor) -> None:
+        """Launches the copy of the first rows to x [T, w], by a kernel, after which another one may start early."""
+        matrix = matmul.StoredRows(self.rows, stored_part("F32", self.rows.shape[1]))
+        matmul.gather_row(matrix, self.numbers[: len(x)], x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +125,8 @@ class TokenStep:
         # int32 [turns, L], experts that ran in place of the routers'.
         self.num_changed = self._page_locked(self.own.num_changed if any(self._choices) else None)
         # [turns, most_changes, 2], places and values for the table of records, which the host writes.
+        # The hidden states of rows, from the layers on another device; None: rows begin with embeddings.
+        self.received = None if weights.begins else ReceivedRows.allocate(buffers.x)
         shape, offsets = (placements.NUM_TURNS, most_changes, 2), weights.memory.record_at.dtype
         self.changes = torch.zeros(shape, dtype=offsets, pin_memory=device.type == "cuda")
 
@@ -117,7 +138,10 @@ class TokenStep:
         layers, spec = self._rows[num_rows].layers, self.spec
         if self.changes.numel():
             enter_rows(self.changes[turn], num_changes, self.weights.memory.record_at.view(-1))
-        layers.start()
+        if self.received is None:
+            layers.start()
+        else:
+            self.received.enter(layers.x)
         # Where all experts are resident, nothing forks, and no copy comes between.
         with grids.chained(self.weights.memory.placement.is_whole and layers.is_chained):
             layer_idx = 0
@@ -129,7 +153,8 @@ class TokenStep:
                     self._add_experts(turn, layer_idx, shared, num_rows)
                     layer_idx += 1
             self.inputs.queues.join("next")
-            layers.finish()
+            if self.weights.ends:
+                layers.finish()
         for there, here in self._copies:
             there[turn].copy_(here, non_blocking=True)
 

@@ -5,7 +5,7 @@ new token overwrites a state, so it can be cut back to one position alone, where
 after each prompt: several continuations, or a dialogue without its earlier thoughts, need not read the prompt again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,15 @@ class States:
         self._states = (*self._mixers.values(), *self._ngrams.values())
         self._copies = tuple(state.copied() for state in self._states)
         self.num_bytes = 2 * sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states)
+
+    @classmethod
+    def joined(cls, each: Iterable[tuple[int, "States"]], device: torch.device) -> "States":
+        """Returns the states of a whole model, which are those of some layers each, from a first layer on."""
+        found, parts = cls(None, device), list(each)
+        found._mixers = {first + layer: state for first, own in parts for layer, state in own._mixers.items()}
+        found._states = tuple(found._mixers.values())
+        found._copies = tuple(copy for _, own in parts for copy in own._copies)
+        return found
 
     def __bool__(self) -> bool:
         return bool(self._states)

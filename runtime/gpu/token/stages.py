@@ -1,0 +1,112 @@
+"""A model whose layers are divided between GPUs: each *stage* has a run of layers, its device, graphs and caches.
+
+A pass goes through the stages in their order. Hidden states go from one device to the next by a copy, which waits for a
+mark of the first device. The host waits once, for the logits of the last. Positions and tokens of sequences are those
+of the joined caches (`GpuDecoder.join`); a stage's own caches have the same memory.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_pack import formats
+from moe_pack.runtime.gpu import devices
+from moe_pack.runtime.model import layers
+from moe_pack.runtime.model.kv_cache import KVCache
+from moe_pack.runtime.model.passes import Pass
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.gpu.token.decoder import GpuDecoder
+
+
+class RowEntry(NamedTuple):
+    """A row of a pass of few tokens."""
+
+    token: int
+    position: int
+    slot: int  # the number of its sequence
+
+
+class Stages:
+    """The decoders of a model's layers, in the order of their layers; the last one has the head."""
+
+    def __init__(self, decoders: Sequence["GpuDecoder"]) -> None:
+        self.decoders = tuple(decoders)
+
+    def each(self, do: "Callable[[GpuDecoder], object]") -> None:
+        """Calls a function for each decoder, whose device is then torch's current one."""
+        for decoder in self.decoders:
+            with decoder.queues.current():
+                do(decoder)
+
+    def caches(self, spec: formats.ModelSpec) -> Iterator[KVCache]:
+        """Yields the joined cache of all layers for each sequence."""
+        for own in zip(*(decoder.own_sequences for decoder in self.decoders), strict=True):
+            yield KVCache.joined(spec, [sequence.cache for sequence in own])
+
+    # ---- passes of few tokens ---------------------------------------------------------------------------------------
+
+    def run_rows(self, entries: Sequence[RowEntry]) -> None:
+        """Runs rows through all layers, and waits for their logits."""
+        begins = list[devices.Mark]()
+        number = len(entries)
+        self._launch_rows(self.decoders[0], entries, begins)
+        for before, after in pairwise(self.decoders):
+            _hand_over(before.hidden(number), after.received(number), before, after)
+            self._launch_rows(after, entries, begins)
+        for decoder, begin in zip(self.decoders, begins, strict=True):
+            with decoder.queues.current():
+                decoder.decide(begin)
+        with self.decoders[-1].queues.current():
+            self.decoders[-1].wait()
+        for decoder in self.decoders:
+            decoder.end_rows(number)
+
+    @staticmethod
+    def _launch_rows(decoder: "GpuDecoder", entries: Sequence[RowEntry], begins: list[devices.Mark]) -> None:
+        with decoder.queues.current():
+            begins.append(decoder.launch_rows(entries))
+
+    # ---- passes of many tokens --------------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Returns the hidden states [T, w] before the first layer, for tokens int64 [T].
+
+        They are zeros if that layer is not the model's: an engine of some layers is measured by itself.
+        """
+        first = self.decoders[0]
+        with first.queues.current():
+            if first.begins:
+                return layers.embed(ids, first.weights)
+            return torch.zeros((len(ids), first.weights.spec.stream_width), device=first.device)
+
+    def run_layers(self, x: Tensor, batch: Pass, ids: Tensor) -> Tensor:
+        """Returns the hidden states [T, w] after the last layer, from those before the first."""
+        if len(self.decoders) == 1:
+            return self.decoders[0].run_own_layers(x, batch, ids)
+        before: GpuDecoder | None = None
+        for decoder in self.decoders:
+            if before is not None:
+                with decoder.queues.current():
+                    received = torch.empty(x.shape, device=decoder.device)
+                _hand_over(x, received, before, decoder)
+                x = received
+            with decoder.queues.current():
+                x = decoder.run_own_layers(x, batch.over(decoder.weights, decoder.own_sequence), ids)
+            before = decoder
+        return x
+
+
+def _hand_over(x: Tensor, received: Tensor, before: "GpuDecoder", after: "GpuDecoder") -> None:
+    """Launches the copy of hidden states to the next device; what `before` does later waits for its end."""
+    with before.queues.current():
+        computed = before.queues.mark()
+    with after.queues.current():
+        after.queues.wait_for(computed)
+        received.copy_(x, non_blocking=True)
+        copied = after.queues.mark()
+    with before.queues.current():
+        before.queues.wait_for(copied)
