@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from moe_pack import formats
-from moe_pack.formats.base.commands import parse_size
+from moe_pack.formats.base.commands import read_sizes
 from moe_pack.runtime.engine.engine import Engine
 from moe_pack.runtime.engine.options import EngineOptions, SamplingOptions
 from moe_pack.runtime.engine.report import RunReport, report
@@ -31,17 +31,19 @@ def load(
 ) -> "Model":
     """Opens a pack, ready to generate; `close` the model, or use it in a `with`.
 
-    Args:    folder: a pack.   budget: memory for weights, key-value cache and workspace, in bytes or as "11G"; None:
-             the free memory.   context_tokens: the most tokens of prompt and continuation together; None: 4096, or all
-             positions of the model if it has fewer.   options: everything else; `budget` replaces theirs.
+    Args:    folder: a pack.   budget: memory for weights, key-value cache and workspace, in bytes, as "11G", or as
+             "11G,24G" for two GPUs; None: the free memory.   context_tokens: the most tokens of prompt and continuation
+             together; None: 4096, or all positions of the model if it has fewer.   options: everything else; `budget`
+             replaces theirs.
     Raises:  PackError if the pack is damaged; RunError if it has no tokenizer, or cannot run with these options.
     """
     chosen = options or EngineOptions()
     if budget is not None:
-        num_bytes = budget if isinstance(budget, int) else parse_size(budget)
-        if num_bytes is None or num_bytes < 1:
-            raise formats.RunError(f"budget: found {budget!r}, expected a size as '11G', '1.5G' or '800M'")
-        chosen = replace(chosen, budget_bytes=num_bytes)
+        try:
+            chosen = replace(chosen, budget_bytes=read_sizes(str(budget)))
+        except ValueError as fault:
+            message = f"budget: found {budget!r}, expected a size as '11G', '1.5G' or '800M'"
+            raise formats.RunError(message) from fault
     with ExitStack() as stack:
         pack = stack.enter_context(formats.Pack(Path(folder)))
         text = Text(pack)

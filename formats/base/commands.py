@@ -228,6 +228,12 @@ def read_size(text: str) -> int:
     return num_bytes
 
 
+def read_sizes(text: str) -> int | tuple[int, ...]:
+    """Returns the bytes of one size, or of several as in `11G,24G`; raises as `read_size`."""
+    sizes = tuple(read_size(each) for each in text.split(","))
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
 def did_you_mean(name: str, known: Iterable[str], more: str = "") -> str:
     """Returns `; did you mean this or that?` with at most three similar names, and `more` after it; may be empty."""
     from difflib import get_close_matches

@@ -365,7 +365,7 @@ class _Server:
         if number is None and is_on_gpu and engine.changes_choice:
             number = 1  # the kernel changes the experts of one row
         if number is None:
-            memory = engine.budget_bytes or (_gpu_bytes() if is_on_gpu else runtime.available_bytes())
+            memory = engine.whole_budget or (_gpu_bytes() if is_on_gpu else runtime.available_bytes())
             fits = _USUAL_PARALLEL if memory is None else int(_CACHE_SHARE * memory) // max(each, 1)
             number = max(1, min(_USUAL_PARALLEL, fits))
         return Sequences(number, _CHECKPOINTS)

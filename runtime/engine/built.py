@@ -14,6 +14,7 @@ from moe_pack.runtime.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from moe_pack.runtime.gpu import devices, fit
+    from moe_pack.runtime.gpu.token.engine import GpuEngine
     from moe_pack.runtime.model.caches import KvDtype
 
 RunMode = Literal["mapped", "offloaded", "gpu"]
@@ -66,6 +67,7 @@ class OffloadFacts:
 class GpuFacts:
     """A run on a GPU: its memory and its use, the policies by which records come and go, and who has missing rows."""
 
+    engine: GpuEngine
     memory: devices.GpuMemory
     use: fit.GpuMemoryUse
     preset: offload.Preset
@@ -80,7 +82,8 @@ class Facts:
     mode: RunMode = "mapped"
     budget_bytes: int | None = None  # the memory that the run keeps to; None if the system decides
     offload: OffloadFacts | None = None  # to the disk, by the host's decisions
-    gpu: GpuFacts | None = None  # None on the CPU
+    gpu: GpuFacts | None = None  # None on the CPU; of several GPUs the first, which has the last layers
+    other_gpus: tuple[GpuFacts, ...] = ()  # in torch's order
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moe_pack.formats import families
 from moe_pack.runtime import drafts, model
 from moe_pack.runtime.engine.built import Setup
+from moe_pack.runtime.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from moe_pack.runtime.drafts.drafter import Drafter
@@ -20,6 +21,10 @@ class DraftChoice:
     layer: families.PredictionLayer | None  # that drafts; None: n-grams do, or nothing does
     why_not: str | None  # None if something drafts, or the options say that nothing does
 
+    def is_drafting(self, options: EngineOptions) -> bool:
+        """Returns whether something drafts."""
+        return options.draft != "off" and self.why_not is None
+
     def memory_bytes(self, context_tokens: int) -> int:
         """Returns the bytes of the prediction layer that drafts, with its keys and values; 0 if none does."""
         return 0 if self.layer is None else drafts.prediction_bytes(self.layer, context_tokens)
@@ -28,7 +33,7 @@ class DraftChoice:
         self, setup: Setup, decoder: model.Decoder | model.EncoderDecoder, weights: model.PackWeights, most_tokens: int
     ) -> drafts.Drafts | None:
         """Opens what drafts; None if nothing does. `most_tokens`: of a pass that verifies drafts."""
-        if setup.options.draft == "off" or self.why_not is not None:
+        if not self.is_drafting(setup.options):
             return None
         assert isinstance(decoder, model.Decoder), "a model without an encoder"
         drafter: Drafter = drafts.NgramDrafter()

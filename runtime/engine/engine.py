@@ -12,7 +12,7 @@ If something that the options ask for is not possible, the engine does something
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -56,14 +56,14 @@ class Engine:
         sequences: offload.Sequences = offload.ONE_SEQUENCE,
     ) -> None:
         options, _ = choose_device(pack, options, context_tokens)
-        self.device = _device(options.device)
+        self.device, *other_gpus = _devices(options)
         kv_dtype = options.kv_dtype if options.device == "cpu" else None  # a GPU's cache is no part of host memory
         sequences = replace(sequences, kv_dtype=kv_dtype or "f32")
         setup = Setup(pack, options, context_tokens, sequences, progress, measure_disk)
         if options.verify == "full":
             audit(pack, progress)
         with ExitStack() as stack:
-            built = _build(setup, self.device, host, stack)
+            built = _build(setup, [self.device, *other_gpus], host, stack)
             stack.push(built.opened)
             self._stack = stack.pop_all()
         self.pack, self.options = pack, options  # with a device in place of `auto`
@@ -107,7 +107,7 @@ class Engine:
         return self.built.setup.kv_dtype
 
 
-def _build(setup: Setup, device: torch.device, host: HostArena | None, stack: ExitStack) -> Built:
+def _build(setup: Setup, devices: Sequence[torch.device], host: HostArena | None, stack: ExitStack) -> Built:
     """Builds the engine for a setup; the caller closes the stack."""
     is_on_gpu = setup.options.device == "cuda"
     if is_on_gpu:
@@ -115,9 +115,11 @@ def _build(setup: Setup, device: torch.device, host: HostArena | None, stack: Ex
     computing = Computing(model.TORCH) if is_on_gpu else mapped.open_operations(setup, stack)
     choice = choose_drafts(setup, computing.operations)
     if is_on_gpu:
-        from moe_pack.runtime.engine.gpu import build_on_gpu  # which needs triton
+        from moe_pack.runtime.engine import gpu, stages  # which need triton
 
-        return build_on_gpu(setup, choice, device, host)
+        if len(devices) > 1:
+            return stages.build_on_gpus(setup, choice, devices)
+        return gpu.build_on_gpu(setup, choice, devices[0], host)
     draft_bytes = choice.memory_bytes(setup.context_tokens)
     setup = replace(setup, sequences=replace(setup.sequences, draft_bytes=draft_bytes))
     setup.options.check_cpu(setup.pack.spec)
@@ -132,11 +134,11 @@ def _build(setup: Setup, device: torch.device, host: HostArena | None, stack: Ex
 def _cpu_budget(setup: Setup) -> int | None:
     options, layout = setup.options, setup.pack.layout
     if options.read == "map":
-        if options.budget_bytes is not None:
+        if options.whole_budget is not None:
             setup.fall_back("the system keeps mapped files in memory, whatever the budget")
         return None
-    if options.budget_bytes is not None:
-        return options.budget_bytes
+    if options.whole_budget is not None:
+        return options.whole_budget
     predictor_bytes = offload.routing_bytes(setup.pack.folder)
     needed = offload.whole_bytes(layout, setup.context_tokens, predictor_bytes, setup.sequences)
     most = machine.usual_bytes()
@@ -167,7 +169,8 @@ def choose_device(
             why_cpu = _why_too_small(pack, options, context_tokens, gpu) if refusal is None else refusal[0]
     if gpu is not None and why_cpu is None:
         return replace(options, device="cuda"), f"device: cuda ({gpu.name})"
-    if names := commands.given(options, mark="gpu"):
+    names = [*commands.given(options, mark="gpu"), *(["--budget with several sizes"] if options.gpu_budgets else [])]
+    if names:
         raise formats.RunError(f"{names[0]} needs a GPU, and --device auto is the CPU here ({why_cpu}); remove it")
     return replace(options, device="cpu"), f"device: cpu ({why_cpu})"
 
@@ -176,7 +179,9 @@ def _why_too_small(pack: formats.Pack, options: EngineOptions, context_tokens: i
     """Returns why a pack does not run in the budget, or in the GPU's memory, in words; None if it should."""
     from moe_pack.runtime.gpu.fit import GpuCosts, gpu_needs, usual_budget
 
-    budget, memory = options.budget_bytes, formats.size_text(gpu.memory_bytes)
+    if options.gpu_budgets:
+        return _why_too_few(options, gpu)
+    budget, memory = options.whole_budget, formats.size_text(gpu.memory_bytes)
     if budget is not None and budget > gpu.memory_bytes:
         return f"--budget is {formats.size_text(budget)}, {gpu.name} has {memory}"
     least = gpu_needs(pack.layout, context_tokens, GpuCosts(options.kv_dtype or "bf16")).least_budget
@@ -184,6 +189,32 @@ def _why_too_small(pack: formats.Pack, options: EngineOptions, context_tokens: i
         return None
     here = f"{gpu.name} has {memory}" if budget is None else f"--budget is {formats.size_text(budget)}"
     return f"a GPU needs {formats.size_text(least)} for this pack, {here}"
+
+
+def _why_too_few(options: EngineOptions, gpu: machine.GpuHere) -> str | None:
+    """Returns why the GPUs here do not have several budgets, in words; None if they do."""
+    budgets = options.gpu_budgets
+    gpus = [gpu, *(machine.gpu_here(number) for number in range(1, min(len(budgets), machine.num_gpus())))]
+    if len(gpus) < len(budgets):
+        return f"--budget has {len(budgets)} sizes, and the number of GPUs found is {len(gpus)}"
+    for budget, each in zip(budgets, gpus, strict=True):
+        if each is None or each.fault is not None:
+            return "no GPU found" if each is None else each.fault
+        if budget > each.memory_bytes:
+            size, memory = formats.size_text(budget), formats.size_text(each.memory_bytes)
+            return f"--budget is {size}, {each.name} has {memory}"
+    return None
+
+
+def _devices(options: EngineOptions) -> list[torch.device]:
+    """Returns the device of the options; of several GPUs all, in torch's order."""
+    first, number = _device(options.device), len(options.gpu_budgets)
+    if options.device == "cpu" or not number:
+        return [first]
+    gpu = machine.gpu_here()
+    if gpu is not None and (why := _why_too_few(options, gpu)) is not None:
+        raise formats.RunError(f"{why}; give a budget for each GPU that is to run, at most its memory")
+    return [torch.device(first.type, idx) for idx in range(number)]
 
 
 def _device(name: str) -> torch.device:

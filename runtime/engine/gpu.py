@@ -65,41 +65,56 @@ def build_on_gpu(
     setup = replace(setup, sequences=replace(setup.sequences, draft_bytes=draft_bytes))
     run = open_gpu(setup, device)
     with ExitStack() as stack:
-        sharing = _share(setup, run, _host_memory(setup, run, host, stack), stack)
-        inputs, preset = choose_inputs(setup, run, sharing, drafts=choice.why_not is None and options.draft != "off")
-
-        def build(expert_bytes: int, chunk_tokens: int) -> gpu_engine.GpuEngine:
-            return gpu_engine.GpuEngine(
-                inputs, expert_bytes, setup.context_tokens, chunk_tokens, run.request.cache_dtype
-            )
-
-        def compile_kernels(launch_all: Callable[[], None]) -> None:
-            with ahead.collected_launches() as jobs:
-                launch_all()
-            ahead.compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
-
-        engine, use = gpu_engine.fit_to_gpu(
-            setup.pack, device, run.memory, run.request, inputs.least_bytes, build, compile_kernels
-        )
-        stack.enter_context(closing(engine))
-        if preset.prediction != "none" and setup.options.approximations.runs_predicted and not use.dynamic:
-            setup.fall_back("--trust-experts changes nothing: all experts are in GPU memory")
-        misses = ("auto" if sharing.pulled_share else "cpu") if sharing.misses == "split" else sharing.misses
-        locked_bytes = 0 if sharing.host is None else sharing.host.locked_bytes
-        gpu = built.GpuFacts(run.memory, use, preset, misses, locked_bytes)
-        facts = built.Facts("gpu", use.budget, sharing.tier, gpu)
-        computing = built.Computing(model.TORCH)
-        opened = choice.open(setup, engine.decoder, engine.weights, inputs.num_rows)
+        own = build_engine(setup, run, host, choice.is_drafting(options), stack)
+        facts = built.Facts("gpu", own.facts.use.budget, own.tier, own.facts)
+        computing, engine = built.Computing(model.TORCH), own.facts.engine
+        opened = choice.open(setup, engine.decoder, engine.weights, own.num_rows)
         return built.Built(
             setup, computing, engine.weights, engine.decoder, opened, choice.why_not, facts, stack.pop_all()
         )
 
 
-def open_gpu(setup: built.Setup, device: torch.device) -> GpuRun:
-    """Opens the GPU, before anything else uses it."""
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The engine of a GPU, which a stack closes."""
+
+    facts: built.GpuFacts
+    tier: built.OffloadFacts | None  # the CPU's own engine, if it has the experts that GPU memory lacks
+    num_rows: int  # the most tokens of a graph
+
+
+def build_engine(
+    setup: built.Setup, run: GpuRun, host: devices.HostArena | None, drafts: bool, stack: ExitStack
+) -> BuiltEngine:
+    """Builds an engine that the stack closes; arguments and errors are those of `build_on_gpu` and `choose_inputs`."""
+    sharing = _share(setup, run, _host_memory(setup, run, host, stack), stack)
+    inputs, preset = choose_inputs(setup, run, sharing, drafts=drafts)
+
+    def build(expert_bytes: int, chunk_tokens: int) -> gpu_engine.GpuEngine:
+        return gpu_engine.GpuEngine(inputs, expert_bytes, setup.context_tokens, chunk_tokens, run.request.cache_dtype)
+
+    def compile_kernels(launch_all: Callable[[], None]) -> None:
+        with ahead.collected_launches() as jobs:
+            launch_all()
+        ahead.compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
+
+    engine, use = gpu_engine.fit_to_gpu(
+        setup.pack, run.device, run.memory, run.request, inputs.least_bytes, build, compile_kernels
+    )
+    stack.enter_context(closing(engine))
+    if preset.prediction != "none" and setup.options.approximations.runs_predicted and not use.dynamic:
+        setup.fall_back("--trust-experts changes nothing: all experts are in GPU memory")
+    misses = ("auto" if sharing.pulled_share else "cpu") if sharing.misses == "split" else sharing.misses
+    locked_bytes = 0 if sharing.host is None else sharing.host.locked_bytes
+    gpu = built.GpuFacts(engine, run.memory, use, preset, misses, locked_bytes)
+    return BuiltEngine(gpu, sharing.tier, inputs.num_rows)
+
+
+def open_gpu(setup: built.Setup, device: torch.device, memory: devices.GpuMemory | None = None) -> GpuRun:
+    """Opens the GPU, before anything else uses it, unless its memory is given."""
     options = setup.options
-    memory = devices.GpuMemory(device)
-    sizes = (options.budget_bytes, setup.context_tokens, options.chunk_tokens)
+    memory = memory or devices.GpuMemory(device)
+    sizes = (options.whole_budget, setup.context_tokens, options.chunk_tokens)
     request = fit.GpuRequest(*sizes, setup.kv_dtype, setup.sequences)
     return GpuRun(device, memory, request, options.ram_bytes or machine.usual_bytes() or sys.maxsize)
 
@@ -172,10 +187,16 @@ def choose_inputs(
     pack, options, share = setup.pack, setup.options, sharing.pulled_share
     # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
     preset = offload.PRESETS["lru" if options.policy == "auto" else options.policy]
-    routing = offload.Routing.open(pack)
+    routing = offload.Routing.open(pack.whole)
+    popularity = offloaded.popularity_shares(pack.whole, routing)[pack.moe_slice]
     _check_changes(setup)
     if not options.prefetches or not (share or sharing.misses == "pull"):  # nothing comes over the link
         preset = preset.without_prediction()
+    if preset.prediction in ("popularity", "paths", "mlp") and pack.whole is not pack:
+        setup.fall_back("no expert is predicted: profiles predict on one GPU alone; --policy corm needs none")
+        preset = preset.without_prediction()
+    if pack.whole is not pack:
+        routing = None  # it is of all layers
     if preset.prediction != "none" and not fused.routes(pack.spec):
         setup.fall_back("no expert is predicted: on a GPU this model's routers run in torch")
         preset = preset.without_prediction()
@@ -189,7 +210,7 @@ def choose_inputs(
         rates=None if preset.balances else sharing.rates,
         pulled_share=share,
         link_rate=sharing.link_rate,
-        popularity=offloaded.popularity_shares(pack, routing),
+        popularity=popularity,
         eviction=lambda facts: eviction_of(preset, facts),
         dynamic_share=placements.DYNAMIC_SHARE if preset.keeps else 0.0,
         is_fast=options.numerics == "fast",

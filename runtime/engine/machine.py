@@ -145,8 +145,15 @@ class GpuHere:
     fault: str | None = None  # why our kernels do not run on it, in words; None if they do
 
 
-def gpu_here() -> GpuHere | None:
-    """Returns the GPU of this machine; None if torch finds none.
+def num_gpus() -> int:
+    """Returns how many GPUs torch finds."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def gpu_here(number: int = 0) -> GpuHere | None:
+    """Returns a GPU of this machine, which torch and the driver count from 0; None if torch finds none.
 
     The driver says what it is. torch would make a context on the GPU, whose memory an engine has to count.
     """
@@ -162,7 +169,7 @@ def gpu_here() -> GpuHere | None:
     name = ctypes.create_string_buffer(_NAME_BYTES)
     if (
         driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceGet(ctypes.byref(device), number)
         or driver.cuDeviceGetName(name, _NAME_BYTES, device)
         or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
         or driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)

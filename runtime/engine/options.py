@@ -71,14 +71,14 @@ class EngineOptions:
         help="Where to compute. auto is cuda if there is a GPU that can run the pack with the given options, else "
         "cpu; a line says which, and why.",
     )
-    budget_bytes: int | None = commands.option_field(
+    budget_bytes: int | tuple[int, ...] | None = commands.option_field(
         None,
         "--budget",
-        parse=commands.read_size,
+        parse=commands.read_sizes,
         metavar="SIZE",
         help="Memory for weights, key-value cache and workspace, as 11G or 800M; experts that do not fit are "
-        "offloaded. On a GPU: GPU memory, with everything that the driver counts.  [default: the free "
-        "memory]",
+        "offloaded. On a GPU: GPU memory, with everything that the driver counts; 11G,24G divides the layers between "
+        "two GPUs.  [default: the free memory]",
     )
     misses: MissesOption = commands.option_field(
         "auto",
@@ -189,6 +189,16 @@ class EngineOptions:
         return commands.given(self, mark=_OFFLOAD) + commands.given(self, mark=_APPROXIMATION)
 
     @property
+    def gpu_budgets(self) -> tuple[int, ...]:
+        """The budgets of several GPUs; empty for one budget, or none."""
+        return self.budget_bytes if isinstance(self.budget_bytes, tuple) else ()
+
+    @property
+    def whole_budget(self) -> int | None:
+        """The budget, of several GPUs the sum; None if none is given."""
+        return sum(self.budget_bytes) if isinstance(self.budget_bytes, tuple) else self.budget_bytes
+
+    @property
     def changes_choice(self) -> bool:
         """Whether other experts may run than the routers choose."""
         return self.approximations.substitute is not None or self.approximations.runs_predicted
@@ -213,6 +223,10 @@ class EngineOptions:
         """Refuses options that have no effect on the CPU, whatever the model. Raises RunError."""
         if names := commands.given(self, mark=_GPU):
             raise formats.RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
+        if self.gpu_budgets:
+            raise formats.RunError(
+                f"--budget gives {len(self.gpu_budgets)} budgets, and --device cpu has one memory; give one budget"
+            )
         if self.read == "map" and (names := self.offload_only()):
             raise formats.RunError(f"{names[0]} needs offloaded experts; remove --read map")
 

@@ -62,6 +62,7 @@ class GpuReport:
     policy: str  # by which records come and go
     prediction: str  # of experts
     use: fit.GpuMemoryUse
+    num_layers: int
     used_bytes: int  # GPU memory that the driver counts at the end
     locked_bytes: int  # page-locked host memory for experts
     counts: fit.GpuCounts  # of tokens that ran alone
@@ -92,7 +93,8 @@ class RunReport:
     experts_asked_for_bytes: int  # of the needed experts, in memory or not
     anonymous_bytes: int | None  # the process's own memory; None where the system does not report it
     stream: OffloadReport | None  # None unless the host decides which experts to bring
-    gpu: GpuReport | None  # None on the CPU
+    gpu: GpuReport | None  # None on the CPU; of several GPUs the first, which has the last layers
+    other_gpus: tuple[GpuReport, ...]
     drafts: DraftReport | None  # None where nothing drafts
     why_no_drafts: str | None  # None also if the options say it
     fallbacks: tuple[str, ...]
@@ -101,17 +103,19 @@ class RunReport:
 def report(engine: Engine) -> RunReport:
     """Reports what an engine has done until now."""
     built = engine.built
+    others = [facts.engine for facts in built.facts.other_gpus]
     return RunReport(
         computed_by=_computed_by(engine),
         numerics=built.computing.numerics,
         numerics_kl=built.computing.numerics_kl,
-        dense_bytes=engine.weights.dense_bytes,
+        dense_bytes=engine.weights.dense_bytes + sum(other.weights.dense_bytes for other in others),
         kv_cache_bytes=_cache_bytes(engine.decoder),
         context_tokens=engine.decoder.cache.context_tokens,
-        experts_asked_for_bytes=engine.weights.bytes_read,
+        experts_asked_for_bytes=engine.weights.bytes_read + sum(other.weights.bytes_read for other in others),
         anonymous_bytes=anonymous_bytes(),
         stream=None if built.facts.offload is None else _offload(built.facts.offload, engine.options.prefetches),
-        gpu=None if built.facts.gpu is None else _gpu(built.facts.gpu, engine.decoder),
+        gpu=None if built.facts.gpu is None else _gpu(built.facts.gpu),
+        other_gpus=tuple(map(_gpu, built.facts.other_gpus)),
         drafts=None if built.drafts is None else _drafts(built.drafts, built.setup.sequences.draft_bytes),
         why_no_drafts=engine.why_no_drafts,
         fallbacks=tuple(engine.fallbacks),
@@ -168,12 +172,10 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
     )
 
 
-def _gpu(facts: GpuFacts, decoder: model.Decoder | model.EncoderDecoder) -> GpuReport:
-    from moe_pack.runtime.gpu.token.decoder import GpuDecoder  # needs Triton, which a GPU's engine has loaded
-
-    assert isinstance(decoder, GpuDecoder), "a GPU's decoder counts"
-    names = (facts.misses, facts.preset.name, facts.preset.prediction)
-    return GpuReport(*names, facts.use, facts.memory.used_bytes(), facts.locked_bytes, decoder.counts())
+def _gpu(facts: GpuFacts) -> GpuReport:
+    names, engine = (facts.misses, facts.preset.name, facts.preset.prediction), facts.engine
+    num_layers, used_bytes = engine.weights.spec.num_hidden_layers, facts.memory.used_bytes()
+    return GpuReport(*names, facts.use, num_layers, used_bytes, facts.locked_bytes, engine.decoder.counts())
 
 
 def _drafts(drafts: Drafts, layer_bytes: int) -> DraftReport:
@@ -188,6 +190,8 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     lines = [("dense weights", size_text(facts.dense_bytes)), ("key-value cache", cache)]
     if facts.gpu is not None:
         lines += _gpu_lines(facts.gpu)
+        if facts.other_gpus:
+            lines += [(f"GPU {n}", _layers_text(gpu)) for n, gpu in enumerate((facts.gpu, *facts.other_gpus))]
     if facts.stream is not None:
         lines += _offload_lines(facts.stream)
     elif facts.gpu is None:
@@ -251,6 +255,14 @@ def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
     if counts.whole:
         lines.append(("experts", f"{counts.whole} were computed by the CPU as a whole"))
     return lines
+
+
+def _layers_text(gpu: GpuReport) -> str:
+    use, counts = gpu.use, gpu.counts
+    needed = counts.resident + counts.pulled + counts.left
+    resident = f"; {counts.resident / needed:.1%} of neurons were resident in decode" if needed else ""
+    memory = f"{size_text(use.budget)}, {size_text(gpu.used_bytes)} in use, {size_text(use.experts)} for experts"
+    return f"{gpu.num_layers} layers: {memory}{resident}"
 
 
 def _policy_text(policy: str, prediction: str) -> str:

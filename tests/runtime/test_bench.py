@@ -70,11 +70,11 @@ def test_json_has_every_fact_and_they_agree(demo: Path) -> None:
         "decode_tokens_per_s", "median_token_ms", "peak_resident_bytes", "seed", "computed_by", "numerics",
         "numerics_kl", "dense_bytes",
         "kv_cache_bytes", "context_tokens", "experts_asked_for_bytes", "anonymous_bytes", "stream", "gpu",
-        "drafts", "why_no_drafts", "fallbacks",
+        "other_gpus", "drafts", "why_no_drafts", "fallbacks",
     ]  # fmt: skip
     assert facts["prefill_tokens_per_s"] == pytest.approx(9 / facts["prefill_s"])
     assert facts["decode_tokens_per_s"] > 0
-    assert facts["gpu"] is None
+    assert facts["gpu"] is None and facts["other_gpus"] == []
     assert facts["kv_cache_bytes"] == 2 * 4 * 4 * (9 + 4) * 128 // 2  # 4 layers, 2 of 4 heads; keys and values
     assert facts["anonymous_bytes"] < facts["peak_resident_bytes"]
     assert (facts["generated_tokens"], facts["seed"]) == (4, 7)

@@ -145,6 +145,7 @@ NOT_HERE = {
     "moe-run packed/ --prompt It was a dark night --budget 11G --stats": _GPU,
     "moe-run packed/ --prompt It was a dark night --budget 11G --kv-dtype f32 --misses pull": _GPU,
     "moe-run packed/ --prompt It was a dark night --budget 11G --ram 16G": _GPU,
+    "moe-run packed/ --prompt It was a dark night --device cuda --budget 11G,24G": _GPU,
     "curl": "asks a server; tests/endtoend/test_serve.py asks one the same",
     "moe-serve packed/": "does not end; tests/endtoend/test_serve.py starts one and asks it",
 }

@@ -105,7 +105,7 @@ def open_parts(
     """
     preset = parts.preset
     assert preset.rows_below or not parts.selectors, "whole experts come with their selectors"
-    assert options.budget_bytes is not None, "experts are offloaded within a budget"
+    assert isinstance(options.budget_bytes, int), "experts are offloaded within a budget"
     setup, disk = Setup(pack, options, context_tokens), USUAL_DISK if options.machine is None else options.machine.drive
     routing, is_direct = Routing.open(pack), offloaded.reads_directly(setup, disk)
     shares = offloaded.popularity_shares(pack, routing)
