@@ -134,7 +134,7 @@ def divide_layers(
 ) -> tuple[int, ...]:
     """Returns where the layers of each stage end, so that the smallest share of resident experts is as large as it can.
 
-    Args:    given: the budget of each stage, the first layers' first.   rates: of its memory, in any unit. Where all
+    Args:    given: the budget of each stage, the first layers' first.   rates: of its memory, in any unit. If all
              experts fit, and between divisions that are as good, the slowest stage is as fast as it can.
     Raises:  RunError if a stage would have no layer with experts, or a budget is too small for one layer.
     """

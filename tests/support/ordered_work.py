@@ -177,10 +177,11 @@ class Order:
             _merge(self.host.clock, stream.clock)
 
     def check_freed(self, region: Region) -> None:
-        """Checks that memory that was freed may be given to the current stream, as PyTorch's allocator does."""
+        """Checks that freed memory may be given to the current stream of its device, as PyTorch's allocator does."""
+        is_here = self.current.device.number == region.device
+        clock = (self.current if is_here else self.streams[region.device]).clock
         for number, last in region.last.items():
-            clocks = (self.current.clock, self.host.clock, self.streams[region.stream].clock)
-            known = max(clock.get(number, 0) for clock in clocks)
+            known = max(clock.get(number, 0), self.host.clock.get(number, 0))
             if number != region.stream and known < last:
                 user = self.streams[number]
                 raise OrderError(

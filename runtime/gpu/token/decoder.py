@@ -289,7 +289,8 @@ class GpuDecoder(Decoder):
         self._token_seconds = _FIRST_TOKEN_SECONDS
         self.own_sequences, self.queues, self.begins = self.sequences, inputs.queues, weights.begins
         self._own_of: dict[int, kv_cache.CachedSequence] = {}  # of a whole model's sequences
-        self._stages = Stages((self,))
+        self._decoders: tuple[GpuDecoder, ...] = (self,)  # of all stages, the last one is this
+        self._stages = Stages(self._decoders)
 
     def join(self, earlier: Sequence["GpuDecoder"], spec: formats.ModelSpec, num_checkpoints: int) -> None:
         """Makes this the decoder of a whole model, whose earlier layers other decoders have; they stay the caller's.
@@ -298,12 +299,13 @@ class GpuDecoder(Decoder):
         Args:    earlier: in the order of their layers, with as many sequences and rows.   spec: the model's.
                  num_checkpoints: of each sequence; those of the parts have none.
         """
-        self._stages = Stages((*earlier, self))
-        self.chunk_tokens = min(each.chunk_tokens for each in self._stages.decoders)
+        self._decoders = (*earlier, self)
+        self._stages = Stages(self._decoders)
+        self.chunk_tokens = min(each.chunk_tokens for each in self._decoders)
         ropes, caches_of_slots = caches.LayerRopes(spec, self.device), self._stages.caches(spec)
         self.sequences = tuple(kv_cache.CachedSequence(spec, each, ropes, num_checkpoints) for each in caches_of_slots)
         self._slot_of = {id(sequence): slot for slot, sequence in enumerate(self.sequences)}
-        for decoder in self._stages.decoders:
+        for decoder in self._decoders:
             decoder._own_of = dict(zip(self._slot_of, decoder.own_sequences, strict=True))
 
     def logits(self, ids: list[int]) -> Tensor:
@@ -415,7 +417,7 @@ class GpuDecoder(Decoder):
     @property
     def routes(self) -> Tensor:
         """The experts of the last pass of few tokens, of its first row: int32 [L, k]."""
-        return torch.cat([each._step.routes[1 - each._turn][:, 0] for each in self._stages.decoders])
+        return torch.cat([each._step.routes[1 - each._turn][:, 0] for each in self._decoders])
 
     def counts(self) -> fit.GpuCounts:
         """Returns the needs of the tokens that ran in passes of few until now, of this decoder's own layers."""
@@ -434,9 +436,9 @@ class GpuDecoder(Decoder):
 
     def append(self, sequence: kv_cache.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
         """Returns the hidden states of new tokens; experts stream through the GPU."""
-        self._stages.each(GpuDecoder.begin_pass)
+        self._stages.begin_pass()
         hidden = super().append(sequence, ids, last_only)
-        self._stages.each(GpuDecoder.end_pass)
+        self._stages.end_pass()
         return hidden
 
     def begin_pass(self) -> None:
@@ -510,7 +512,7 @@ class GpuDecoder(Decoder):
             for slot in new:
                 passes.keep_what_is_whole(self.sequences[slot].cache, self.sequences[slot].num_tokens)
             raise
-        for decoder in self._stages.decoders:
+        for decoder in self._decoders:
             decoder._token_seconds = time.perf_counter() - started
         self._end_rows(new)
         return self._logits[: len(rows)]

@@ -5,9 +5,9 @@ mark of the first device. The host waits once, for the logits of the last. Posit
 of the joined caches (`GpuDecoder.join`); a stage's own caches have the same memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from torch import Tensor
 from moe_pack import formats
 from moe_pack.runtime.gpu import devices
 from moe_pack.runtime.model import layers
-from moe_pack.runtime.model.kv_cache import KVCache
+from moe_pack.runtime.model.compute.weights import Weights
+from moe_pack.runtime.model.kv_cache import CachedSequence, KVCache
 from moe_pack.runtime.model.passes import Pass
-
-if TYPE_CHECKING:
-    from moe_pack.runtime.gpu.token.decoder import GpuDecoder
 
 
 class RowEntry(NamedTuple):
@@ -30,17 +28,51 @@ class RowEntry(NamedTuple):
     slot: int  # the number of its sequence
 
 
+class Stage(Protocol):
+    """The layers of one device, as `GpuDecoder` runs them; its device has to be torch's current one."""
+
+    device: torch.device
+    queues: devices.Queues
+    weights: Weights
+    begins: bool  # whether its first layer is the model's
+    own_sequences: tuple[CachedSequence, ...]  # with caches of these layers alone
+
+    def own_sequence(self, sequence: CachedSequence) -> CachedSequence:
+        """Returns a whole model's sequence with the caches of these layers alone."""
+
+    def begin_pass(self) -> None:
+        """Begins passes of many tokens."""
+
+    def end_pass(self) -> None:
+        """Ends passes of many tokens."""
+
+    def run_own_layers(self, x: Tensor, batch: Pass, ids: Tensor) -> Tensor:
+        """Returns the hidden states [T, w] of tokens int64 [T] after these layers."""
+
+    def received(self, num_rows: int) -> Tensor:
+        """Returns the memory [T, w] for hidden states of rows from the device before."""
+
+    def launch_rows(self, entries: "Sequence[RowEntry]") -> devices.Mark:
+        """Launches rows through these layers; returns what came before."""
+
+    def hidden(self, num_rows: int) -> Tensor:
+        """Returns the hidden states [T, w] of rows after these layers."""
+
+    def decide(self, begin: devices.Mark) -> None:
+        """Decides on the slots while rows run that were launched after a mark."""
+
+    def wait(self) -> None:
+        """Waits for all that was launched."""
+
+    def end_rows(self, num_rows: int) -> None:
+        """Counts rows that have run."""
+
+
 class Stages:
     """The decoders of a model's layers, in the order of their layers; the last one has the head."""
 
-    def __init__(self, decoders: Sequence["GpuDecoder"]) -> None:
+    def __init__(self, decoders: Sequence["Stage"]) -> None:
         self.decoders = tuple(decoders)
-
-    def each(self, do: "Callable[[GpuDecoder], object]") -> None:
-        """Calls a function for each decoder, whose device is then torch's current one."""
-        for decoder in self.decoders:
-            with decoder.queues.current():
-                do(decoder)
 
     def caches(self, spec: formats.ModelSpec) -> Iterator[KVCache]:
         """Yields the joined cache of all layers for each sequence."""
@@ -66,7 +98,7 @@ class Stages:
             decoder.end_rows(number)
 
     @staticmethod
-    def _launch_rows(decoder: "GpuDecoder", entries: Sequence[RowEntry], begins: list[devices.Mark]) -> None:
+    def _launch_rows(decoder: "Stage", entries: Sequence[RowEntry], begins: list[devices.Mark]) -> None:
         with decoder.queues.current():
             begins.append(decoder.launch_rows(entries))
 
@@ -83,11 +115,23 @@ class Stages:
                 return layers.embed(ids, first.weights)
             return torch.zeros((len(ids), first.weights.spec.stream_width), device=first.device)
 
+    def begin_pass(self) -> None:
+        """Begins passes of many tokens."""
+        for decoder in self.decoders:
+            with decoder.queues.current():
+                decoder.begin_pass()
+
+    def end_pass(self) -> None:
+        """Ends passes of many tokens."""
+        for decoder in self.decoders:
+            with decoder.queues.current():
+                decoder.end_pass()
+
     def run_layers(self, x: Tensor, batch: Pass, ids: Tensor) -> Tensor:
         """Returns the hidden states [T, w] after the last layer, from those before the first."""
         if len(self.decoders) == 1:
             return self.decoders[0].run_own_layers(x, batch, ids)
-        before: GpuDecoder | None = None
+        before: Stage | None = None
         for decoder in self.decoders:
             if before is not None:
                 with decoder.queues.current():
@@ -100,7 +144,7 @@ class Stages:
         return x
 
 
-def _hand_over(x: Tensor, received: Tensor, before: "GpuDecoder", after: "GpuDecoder") -> None:
+def _hand_over(x: Tensor, received: Tensor, before: "Stage", after: "Stage") -> None:
     """Launches the copy of hidden states to the next device; what `before` does later waits for its end."""
     with before.queues.current():
         computed = before.queues.mark()
