@@ -18,8 +18,17 @@ from support.cases import case
 from support.gpu_runs import CPU, TOLERANCE, GpuRun, staged_decoder
 from support.ordered_work import OrderError, Stream
 
+import moe_pack.runtime.engine.engine as engine_module
+import moe_pack.runtime.engine.stages as builder
+import moe_pack.runtime.gpu.token.engine as gpu_engine
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.slices import cuts
+from moe_pack.runtime import Engine, EngineOptions, report
+from moe_pack.runtime.engine.built import Setup
+from moe_pack.runtime.engine.gpu import GpuRun as OpenedGpu
+from moe_pack.runtime.engine.report import report_lines
+from moe_pack.runtime.gpu.devices import HostArena
+from moe_pack.runtime.gpu.fit import GpuRequest
 from moe_pack.runtime.gpu.token import stages
 from moe_pack.runtime.model import Decoder, PackWeights
 
@@ -61,7 +70,7 @@ def expected(packed: Path, ids: list[int]) -> torch.Tensor:
 
 
 def run_rows(decoder: GpuDecoder) -> list[tuple[int, int, torch.Tensor]]:
-    """Logits of a prompt, tokens alone and together, and drafts of which some are wrong, by sequence and position."""
+    """Logits of a prompt, tokens alone and together, drafts of which some are wrong, and more of the prompt."""
     first, second = decoder.sequences
     found: list[tuple[int, int, torch.Tensor]] = []
 
@@ -78,12 +87,13 @@ def run_rows(decoder: GpuDecoder) -> list[tuple[int, int, torch.Tensor]]:
     found += [(0, 6 + place, logits[place].clone()) for place in range(2)]
     decoder.keep(first, 8)
     note(0, decoder.extend(first, [ids_of(0)[8]]))
+    note(0, decoder.extend(first, ids_of(0)[9:12]))
     return found
 
 
 def check(packed: Path, run: GpuRun, ends: list[int], watch: Watch) -> None:
     """Compares all rows with those of a sequence alone in plain torch, on one device."""
-    reference = [expected(packed, ids_of(number)[:9]) for number in range(2)]
+    reference = [expected(packed, ids_of(number)[:12]) for number in range(2)]
     with staged_decoder(packed, run, ends, on_device=devices_of(watch)) as decoder:
         for number, position, logits in run_rows(decoder):
             difference = (logits - reference[number][position]).abs().max()
@@ -188,3 +198,62 @@ def test_a_copy_that_does_not_wait_is_found(
     ):
         decoder.extend(decoder.sequences[0], ids[:20])
         decoder.extend(decoder.sequences[0], ids[20:21])
+
+
+KEPT = gpu_engine._ROUNDING_BYTES + gpu_engine._SHARED_PIECE_BYTES
+BUDGETS, FOR_EXPERTS = (900 << 20, 700 << 20), (4 << 10, 1 << 20)
+
+
+class PlainMemory:
+    """A double of a GPU's memory: all but experts takes what leaves so many bytes of the budget for them."""
+
+    def __init__(self, budget: int, expert_bytes: int) -> None:
+        self._used = budget - KEPT - expert_bytes
+
+    def used_bytes(self) -> int:
+        return self._used
+
+    def free_bytes(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of plain memory, of which the first has less space for experts than its layers need."""
+
+    def opened(setups: Sequence[Setup], gpus: Sequence[torch.device]) -> list[OpenedGpu]:
+        found = []
+        for setup, budget, expert_bytes in zip(setups, BUDGETS[::-1], FOR_EXPERTS[::-1], strict=True):
+            assert setup.options.budget_bytes == budget, "the first GPU has the last layers"
+            request = GpuRequest(budget, setup.context_tokens, 4, "f32", setup.sequences)
+            found.append(OpenedGpu(CPU, PlainMemory(budget, expert_bytes), request, setup.options.ram_bytes or 0))  # type: ignore[arg-type]  # a double
+        return found
+
+    monkeypatch.setattr(engine_module, "_devices", lambda options: [CPU, CPU])
+    monkeypatch.setattr(builder, "open_gpus", opened)
+    monkeypatch.setattr(builder, "memory_rates", lambda gpus: [1.0, 1.0])
+    monkeypatch.setattr(HostArena, "is_layer_locked", lambda self, layer_idx: True)
+    monkeypatch.setattr(HostArena, "is_locked", True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_gpus")
+def test_each_gpu_keeps_its_own_budget_and_says_so(tmp_path: Path) -> None:
+    packed, ids = made("mixtral", tmp_path), ids_of(0)[:6]
+    options = EngineOptions(
+        "cuda", BUDGETS, kernels="portable", kv_dtype="f32", draft="ngram", ram_bytes=1 << 30, misses="cpu"
+    )
+    with Pack(packed) as opened, Engine(opened, options, 64) as engine:
+        decoder = engine.decoder
+        assert isinstance(decoder, Decoder) and engine.drafts is not None
+        found = torch.cat([decoder.logits([token]) for token in ids])
+        facts, lines = report(engine), dict(report_lines(report(engine)))
+    assert (found - expected(packed, ids)).abs().max() < TOLERANCE
+    assert facts.gpu is not None and len(facts.other_gpus) == 1 and facts.fallbacks == ()
+    gpus = (facts.gpu, *facts.other_gpus)
+    assert [gpu.use.budget for gpu in gpus] == list(BUDGETS) and sum(gpu.num_layers for gpu in gpus) == 3
+    assert all(gpu.use.spent <= gpu.use.budget for gpu in gpus)
+    assert gpus[0].counts.left and not gpus[1].counts.left, "the second GPU has space for all its experts"
+    assert [gpu.counts.tokens for gpu in gpus] == [6, 6]
+    assert lines["GPU 0"].startswith(f"{gpus[0].num_layers} layers: 900.0 MiB, ") and "GPU 1" in lines
+    assert facts.dense_bytes == sum(gpu.use.dense for gpu in gpus)
