@@ -226,14 +226,12 @@ def choose_inputs(
 
 
 def _check_changes(setup: built.Setup) -> None:
-    """Refuses options that change the choice of experts where the kernel does not choose, or for several rows."""
+    """Refuses options that change the choice of experts where the kernel does not choose."""
     approximations, spec = setup.options.approximations, setup.pack.spec
     changes = {"--substitute": approximations.substitute is not None, "--trust-experts": approximations.runs_predicted}
     for name in (name for name, is_given in changes.items() if is_given):
         if not fused.routes(spec):
             raise formats.RunError(f"{name}: on a GPU this model's routers run in torch; remove it or use --device cpu")
-        if setup.sequences.number > 1:
-            raise formats.RunError(f"{name}: on a GPU it is for one request at a time; add --parallel 1")
 
 
 def _prediction(

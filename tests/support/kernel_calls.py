@@ -340,8 +340,9 @@ def _route(spec: RouterSpec, d: int, dtype: str) -> None:
     number = torch.empty(num_experts, dtype=torch.int32)
     for changed in (ChangedChoice(number, None, 0.0, number), ChangedChoice(None, number, 0.3, number)):
         route(x, Router(spec, Norm(x, None, 1e-6), rows, None, bias, None), experts, routed, changed)
-    several = Routed.allocate(d, spec, CPU, 5)
+    several, replaced = Routed.allocate(d, spec, CPU, 5), ChangedChoice(None, number, 0.3, number)
     route(torch.empty(5, d), Router(spec, Norm(x, x, 1e-6), rows, each, bias, shared), experts, several)
+    route(torch.empty(5, d), Router(spec, Norm(x, None, 1e-6), rows, None, bias, None), experts, several, replaced)
 
 
 def latent_calls(widths: tuple[int, ...]) -> Iterator[Call]:

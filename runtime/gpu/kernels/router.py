@@ -11,7 +11,8 @@ sort.
 
 Two options change the choice, and with it the answer: other experts may run in place of missing ones with low scores
 (`runtime.offload.split.substitute`, Importance-Driven Expert Scheduling, Algorithm 1), or the predicted ones in any
-case (CORM §4.2). Weights are then those of the experts that run.
+case (CORM §4.2). Weights are then those of the experts that run. What may replace an expert of one of several tokens
+depends on all of them, so that a second launch replaces.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from moe_pack.runtime.gpu.kernels.elementwise import NORM_WARPS, Norm, count_tok
 from moe_pack.runtime.gpu.kernels.grids import INTERPRETED, launch_options, wait_for_earlier
 from moe_pack.runtime.gpu.kernels.matmul import RowBytes, StoredRows
 from moe_pack.runtime.gpu.kernels.products import dot_part, load_normed_part, load_part
-from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for
+from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for, loop_range
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
 from moe_pack.runtime.model.compute.router import least_sum
 
@@ -64,6 +65,7 @@ class Routed(NamedTuple):
     shared_weight: Tensor  # float32 [T], the sigmoid of the shared expert's logit, if it has one
     logits: Tensor  # float32 [T, E]
     num_done: Tensor  # int32 [T], the programs of a token that have ended; 0 between launches
+    chosen: Tensor  # int32 [T, k], the router's own choice where others may replace it for several tokens
 
     @classmethod
     def allocate(cls, hidden_size: int, spec: RouterSpec, device: torch.device, num_tokens: int = 1) -> "Routed":
@@ -73,7 +75,8 @@ class Routed(NamedTuple):
             for size in (hidden_size, spec.num_experts_per_tok, spec.num_experts)
         )
         num_done = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        return cls(hidden, weights, torch.zeros(num_tokens, device=device), logits, num_done)
+        chosen = torch.zeros(weights.shape, dtype=torch.int32, device=device)
+        return cls(hidden, weights, torch.zeros(num_tokens, device=device), logits, num_done, chosen)
 
 
 class ChangedChoice(NamedTuple):
@@ -131,10 +134,17 @@ def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: Chan
     )  # fmt: skip
     programs = triton.cdiv(spec.num_experts, _BLOCK_ROWS) + (1 if shared is None else 2)
     num_tokens = count_tokens(x)
+    substitutes_later = choice.is_changed and substitutes and num_tokens > 1
+    first = choice._replace(is_changed=choice.is_changed and not substitutes_later)
     _route_kernel[programs, num_tokens](
-        x, router.norm, matrices, experts, out, changed, lookup_for(x.device, logits.part, logits.shared), logits,
-        choice, num_tokens > 1, num_warps=NORM_WARPS, enable_fp_fusion=True, **launch_options(),
+        x, router.norm, matrices, out.chosen if substitutes_later else experts, out,
+        changed if first.is_changed else None, lookup_for(x.device, logits.part, logits.shared), logits, first,
+        num_tokens > 1, num_warps=NORM_WARPS, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
+    if substitutes_later:
+        _substitute_kernel[(num_tokens,)](
+            out, experts, changed, num_tokens, choice, enable_fp_fusion=True, **launch_options()
+        )
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
@@ -197,32 +207,50 @@ def _choose(logits_ptr, bias_ptr, chosen_ptrs, changed, token, CHOICE: tl.conste
     """Writes the experts that the logits choose, or others in place of them, and their weights."""
     KIND: tl.constexpr = CHOICE.kind
     K: tl.constexpr = CHOICE.k
-    SIZE: tl.constexpr = CHOICE.size
-    NUM_GROUPS: tl.constexpr = CHOICE.num_groups
-    # Logits stand in rows of a group each.
-    g = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))[:, None]
-    e = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
-    index = g * SIZE + e
-    mask = (g < NUM_GROUPS) & (e < SIZE)
+    index, mask = _indices(CHOICE)
     logits = tl.load(logits_ptr + index, mask=mask, other=-float("inf"))
     top, total = 0.0, 1.0
     if KIND == _SOFTMAX_TOPK or (CHOICE.is_changed and changed.is_resident is not None):
-        top = tl.max(logits)
-        total = tl.sum(tl.exp(logits - top))
+        top, total = _softmax_of(logits)
     # Biases and groups change which experts are chosen, and not their weights.
     choice = _scores(logits, top, total, KIND)
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + index, mask=mask, other=0.0)
-    if NUM_GROUPS > 1:
+    if CHOICE.num_groups > 1:
         best: tl.constexpr = 2 if KIND == _SIGMOID_TOPK else 1
-        choice = _in_best_groups(choice, index, mask, CHOICE.top_groups, SIZE, best)
+        choice = _in_best_groups(choice, index, mask, CHOICE.top_groups, CHOICE.size, best)
     keys = keys_of(choice, index, mask)
     experts = largest(keys, index, K)
     if CHOICE.is_changed:
         others = _changed(experts, changed, token, keys, (logits, top, total), index, mask, CHOICE)
         tl.store(changed.num_changed + token, K - _num_common(experts, others, K))
         experts = others
-    # Weights are those of the experts that run.
+    _store_chosen(logits_ptr, chosen_ptrs, experts, (logits, top, total), index, mask, CHOICE)
+
+
+@triton.jit
+def _indices(CHOICE: tl.constexpr):
+    """Returns the experts, in rows of a group each, and which of them there are: int32 and bool [groups, experts]."""
+    SIZE: tl.constexpr = CHOICE.size
+    NUM_GROUPS: tl.constexpr = CHOICE.num_groups
+    g = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))[:, None]
+    e = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
+    return g * SIZE + e, (g < NUM_GROUPS) & (e < SIZE)
+
+
+@triton.jit
+def _softmax_of(logits):
+    """Returns the largest logit, and the sum of the powers of all relative to it."""
+    top = tl.max(logits)
+    return top, tl.sum(tl.exp(logits - top))
+
+
+@triton.jit
+def _store_chosen(logits_ptr, chosen_ptrs, experts, of_softmax, index, mask, CHOICE: tl.constexpr):
+    """Writes a token's experts and their weights, which are those of the experts that run."""
+    KIND: tl.constexpr = CHOICE.kind
+    K: tl.constexpr = CHOICE.k
+    logits, top, total = of_softmax
     places = tl.arange(0, triton.next_power_of_2(K))
     if KIND == _SPARSEMIXER:
         weights = _mixer_weights(logits_ptr, experts, logits, index, mask, CHOICE)
@@ -251,12 +279,40 @@ def _changed(experts, changed, token, keys, of_softmax, index, mask, CHOICE: tl.
             predicted = predicted | (index == tl.load(predicted_ptr + place))
         others = largest(tl.where(predicted, keys, _LEAST), index, K)
     else:
-        KIND: tl.constexpr = _SIGMOID_TOPK if CHOICE.kind == _SIGMOID_TOPK else _SOFTMAX_TOPK
         logits, top, total = of_softmax
-        scores = _scores(logits, top, total, KIND)
+        scores = _comparable(logits, top, total, CHOICE)
         resident = tl.load(changed.is_resident + index, mask=mask, other=0) != 0
-        others = _substituted(experts, scores, resident, index, mask, changed.alpha, CHOICE.num_groups * CHOICE.size, K)
+        no_tokens = tl.zeros(index.shape, tl.int32)  # that chose what this one did not
+        others = _substituted(experts, scores, resident, no_tokens, index, mask, changed.alpha, CHOICE)
     return others
+
+
+@triton.jit
+def _substitute_kernel(out, experts_ptr, changed, num_tokens, CHOICE: tl.constexpr):
+    """Replaces the experts of a token in the light of what all tokens chose."""
+    K: tl.constexpr = CHOICE.k
+    NUM_EXPERTS: tl.constexpr = CHOICE.num_groups * CHOICE.size
+    token, places = tl.program_id(0), tl.arange(0, triton.next_power_of_2(K))
+    wait_for_earlier()
+    index, mask = _indices(CHOICE)
+    is_free = tl.load(changed.is_resident + index, mask=mask, other=0) != 0
+    num_choosing = tl.zeros(index.shape, tl.int32)
+    for other in loop_range(0, num_tokens):
+        experts = tl.load(out.chosen + other * K + places, mask=places < K, other=0)
+        logits = tl.load(out.logits + other * NUM_EXPERTS + index, mask=mask, other=-float("inf"))
+        top, total = _softmax_of(logits)
+        scores, chosen = _comparable(logits, top, total, CHOICE), _among(experts, index, K)
+        is_free = is_free | (chosen & (scores > (1.0 + changed.alpha) * _best_other(scores, index, mask, K)))
+        num_choosing += chosen.to(tl.int32)
+    logits_ptr = out.logits + token * NUM_EXPERTS
+    logits = tl.load(logits_ptr + index, mask=mask, other=-float("inf"))
+    top, total = _softmax_of(logits)
+    scores = _comparable(logits, top, total, CHOICE)
+    experts = tl.load(out.chosen + token * K + places, mask=places < K, other=0)
+    others = _substituted(experts, scores, is_free, num_choosing, index, mask, changed.alpha, CHOICE)
+    tl.store(changed.num_changed + token, K - _num_common(experts, others, K))
+    chosen_ptrs = experts_ptr + token * K, out.weights + token * K
+    _store_chosen(logits_ptr, chosen_ptrs, others, (logits, top, total), index, mask, CHOICE)
 
 
 @triton.jit
@@ -300,34 +356,58 @@ def _num_common(some, others, K: tl.constexpr):
 
 
 @triton.jit
-def _substituted(experts, scores, resident, index, mask, alpha, NUM_EXPERTS: tl.constexpr, K: tl.constexpr):
+def _substituted(experts, scores, is_free, num_choosing, index, mask, alpha, CHOICE: tl.constexpr):
     """Returns the experts to run in place of the chosen ones: `substitute`, for one token.
 
-    Args:    experts: as `largest` returns them.   scores, resident: of all experts, as `index` and `mask`.
+    Args:    experts: as `largest` returns them.   scores, is_free: of all experts, as `index` and `mask`; what is free
+             is resident, or among the top experts of a token.   num_choosing: int32, tokens that chose an expert.
     """
+    K: tl.constexpr = CHOICE.k
+    NUM_EXPERTS: tl.constexpr = CHOICE.num_groups * CHOICE.size
     places = tl.arange(0, experts.shape[0])
-    # Beta is the best score that was not chosen; chosen experts above (1 + alpha) beta stay.
-    keys = keys_of(scores, index, mask)
-    rest = keys
-    for _ in tl.static_range(K):
-        rest = tl.where(rest == tl.max(tl.max(rest, 1), 0), _LEAST, rest)
-    first_other = index_of(tl.max(tl.max(rest, 1), 0))
-    beta = tl.sum(tl.sum(tl.where(index == first_other, scores, 0.0), 1), 0)
-    chosen = index < 0  # none
-    for place in tl.static_range(K):
-        chosen = chosen | (index == tl.sum(tl.where(places == place, experts, 0), 0))
-    low = chosen & ~(scores > (1.0 + alpha) * beta) & ~resident
-    # Of chosen experts the lowest leaves first, of equal ones the later; of the others the best comes first.
+    keys, beta, chosen = keys_of(scores, index, mask), _best_other(scores, index, mask, K), _among(experts, index, K)
+    low = chosen & ~(scores > (1.0 + alpha) * beta) & ~is_free
+    # Of chosen experts the lowest leaves first, of equal ones the later; of the others the one that the most tokens
+    # chose comes first, and of these the best.
     leaving = keys_of(-scores, NUM_EXPERTS - 1 - index, mask & low)
-    coming = tl.where(mask & resident & ~chosen & (scores >= (1.0 - alpha) * beta), keys, _LEAST)
+    fits = mask & is_free & ~chosen & (scores >= (1.0 - alpha) * beta)
     for _ in tl.static_range(K):
+        most = tl.max(tl.max(tl.where(fits, num_choosing, 0), 1), 0)
+        coming = tl.where(fits & (num_choosing == most), keys, _LEAST)
         worst, best = tl.max(tl.max(leaving, 1), 0), tl.max(tl.max(coming, 1), 0)
         replaces = (worst != _LEAST) & (best != _LEAST)
         leaves = NUM_EXPERTS - 1 - index_of(worst)
         experts = tl.where(replaces & (experts == leaves) & (places < K), index_of(best), experts)
         leaving = tl.where(leaving == worst, _LEAST, leaving)
-        coming = tl.where(coming == best, _LEAST, coming)
+        fits = fits & (keys != best)
     return experts
+
+
+@triton.jit
+def _best_other(scores, index, mask, K: tl.constexpr):
+    """Returns the score of rank K + 1."""
+    rest = keys_of(scores, index, mask)
+    for _ in tl.static_range(K):
+        rest = tl.where(rest == tl.max(tl.max(rest, 1), 0), _LEAST, rest)
+    other = index_of(tl.max(tl.max(rest, 1), 0))
+    return tl.sum(tl.sum(tl.where(index == other, scores, 0.0), 1), 0)
+
+
+@triton.jit
+def _among(experts, index, K: tl.constexpr):
+    """Returns whether each expert of `index` is among the first K."""
+    places = tl.arange(0, experts.shape[0])
+    found = index < 0  # none
+    for place in tl.static_range(K):
+        found = found | (index == tl.sum(tl.where(places == place, experts, 0), 0))
+    return found
+
+
+@triton.jit
+def _comparable(logits, top, total, CHOICE: tl.constexpr):
+    """Returns the scores by which experts are compared, whatever their weights are."""
+    KIND: tl.constexpr = _SIGMOID_TOPK if CHOICE.kind == _SIGMOID_TOPK else _SOFTMAX_TOPK
+    return _scores(logits, top, total, KIND)
 
 
 @triton.jit

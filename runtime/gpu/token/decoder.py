@@ -223,8 +223,7 @@ class _TokenCounts:
             ahead = step.ahead[turn].numpy()  # [L, n, 3]
             self._sums[4:6] += ahead[..., 1:].sum(axis=(0, 1))
             self._pulled_bytes += int((ahead[..., 1] * np.take_along_axis(self._record_bytes, ahead[..., 0], 1)).sum())
-        if num_rows == 1:
-            self._sums[6] += int(step.num_changed[turn].sum())
+        self._sums[6] += step.num_changed(turn, num_rows)
         self._num_tokens += num_rows
 
     def result(self) -> fit.GpuCounts:

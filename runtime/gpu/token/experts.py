@@ -269,7 +269,7 @@ class Buffers:
         self.partials, self.pulled_partials = (torch.zeros((num_places, num_sums, d), device=device) for _ in range(2))
         self.selector_units = torch.zeros((k, f), dtype=offsets, device=device)
         self.pulled_share = torch.tensor([pulled_share], device=device)
-        self.num_changed = torch.zeros(num_layers, dtype=torch.int32, device=device)
+        self.num_changed = torch.zeros((num_layers, num_rows), dtype=torch.int32, device=device)
         # Of rotated layers: the input of experts, and the sum of their outputs.
         self.turned, self.sum = (torch.zeros((num_rows * is_rotated, d), device=device) for _ in range(2))
         self.matrix = rotation.device_matrix(d, device)

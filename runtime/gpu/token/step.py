@@ -112,7 +112,11 @@ class TokenStep:
             number: [experts.layer_experts(rows, l, number) for l in range(num_layers)]
             for number, rows in self._rows.items()
         }
-        self._choices = [None if is_whole else self._changed_choice(l) for l in range(num_layers)]
+        residents = self._residents(device)
+        self._choices = {
+            number: [None if is_whole else self._changed_choice(l, number, residents) for l in range(num_layers)]
+            for number in self._rows
+        }
         self._own_pulled = devices.Mark(None)  # reached when what a layer itself pulls is there
         self._copies: list[tuple[Tensor, Tensor]] = []  # page-locked memory of all turns, and what is copied to it
         buffers = alone.buffers
@@ -122,11 +126,11 @@ class TokenStep:
         self.router_logits = self._page_locked(buffers.router_logits if inputs.needs_scores else None)
         # int32 [turns, L, n, 3], the prefetch's totals.
         self.ahead = self._page_locked(None if self.prefetch is None else self.prefetch.totals)
-        # int32 [turns, L], experts that ran in place of the routers'.
-        self.num_changed = self._page_locked(self.own.num_changed if any(self._choices) else None)
-        # [turns, most_changes, 2], places and values for the table of records, which the host writes.
+        # int32 [turns, L, R], experts that ran in place of the routers'.
+        self._num_changed = self._page_locked(self.own.num_changed if any(self._choices[1]) else None)
         # The hidden states of rows, from the layers on another device; None: rows begin with embeddings.
         self.received = None if weights.begins else ReceivedRows.allocate(buffers.x)
+        # [turns, most_changes, 2], places and values for the table of records, which the host writes.
         shape, offsets = (placements.NUM_TURNS, most_changes, 2), weights.memory.record_at.dtype
         self.changes = torch.zeros(shape, dtype=offsets, pin_memory=device.type == "cuda")
 
@@ -149,7 +153,7 @@ class TokenStep:
                 layers.run(layer, layers.x)
                 if layer in spec.moe_layers:
                     self.inputs.queues.join("next")
-                    shared = layers.route(layer_idx, self._choices[layer_idx] if num_rows == 1 else None)
+                    shared = layers.route(layer_idx, self._choices[num_rows][layer_idx])
                     self._add_experts(turn, layer_idx, shared, num_rows)
                     layer_idx += 1
             self.inputs.queues.join("next")
@@ -161,6 +165,11 @@ class TokenStep:
     def pull(self, share: float) -> None:
         """Lets the link bring another share of the missing records, in captured graphs too."""
         self.own.pulled_share.fill_(share)
+
+    def num_changed(self, turn: int, num_rows: int) -> int:
+        """Returns how many experts ran in place of the routers' in a pass that has ended."""
+        changed = [layer_idx for layer_idx, choice in enumerate(self._choices[num_rows]) if choice is not None]
+        return int(self._num_changed[turn, changed, :num_rows].sum()) if changed else 0
 
     def run_layers(self) -> None:
         """Launches the layers of a token without their routed experts, for timing; their results mean nothing."""
@@ -178,16 +187,23 @@ class TokenStep:
         self._copies.append((there, here))
         return there
 
-    def _changed_choice(self, layer_idx: int) -> ChangedChoice | None:
-        number, k = self.own.num_changed[layer_idx : layer_idx + 1], self.spec.router.num_experts_per_tok
+    def _residents(self, device: torch.device) -> list[Tensor]:
+        """Returns which experts of each layer nothing replaces, int32 [E]; none without substitution."""
+        substitution = self.inputs.substitution
+        if substitution is None:
+            return []
+        return list(torch.from_numpy(substitution.is_resident.astype(np.int32)).to(device))
+
+    def _changed_choice(self, layer_idx: int, num_rows: int, residents: list[Tensor]) -> ChangedChoice | None:
+        number, k = self.own.num_changed[layer_idx, :num_rows], self.spec.router.num_experts_per_tok
         plan, substitution, prefetch = self.inputs.prediction, self.inputs.substitution, self.prefetch
         runs_predicted = plan is not None and plan.runs_predicted and plan.num_predicted >= k
-        if runs_predicted and prefetch is not None and layer_idx in prefetch.prediction.launches:
+        # Nothing is predicted for several tokens: their routers choose, as on the CPU.
+        if runs_predicted and num_rows == 1 and prefetch is not None and layer_idx in prefetch.prediction.launches:
             return ChangedChoice(prefetch.prediction.experts, None, 0.0, number)
         if substitution is None:
             return None
-        is_resident = torch.from_numpy(substitution.is_resident[layer_idx].astype(np.int32)).to(number.device)
-        return ChangedChoice(None, is_resident, substitution.alpha, number)
+        return ChangedChoice(None, residents[layer_idx], substitution.alpha, number)
 
     def _add_experts(self, turn: int, layer_idx: int, shared: Tensor | None, num_rows: int) -> None:
         """Launches a layer's experts; adds their sum and the shared experts' output to the hidden states."""

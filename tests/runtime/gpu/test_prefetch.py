@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.cases import case
-from support.gpu_runs import CPU, TOLERANCE, GpuRun, expert_bytes_for, gpu_decoder, reference_logits
+from support.gpu_runs import CPU, TOLERANCE, GpuRun, gpu_decoder, reference_logits
 from support.models import TinyMixtral, pack
 from support.native import kernels_limited_to
 from support.predicted_routes import PredictedRoutes
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.gpu.placements import mostly_static, place_experts, usual_heat
 from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.compute.router import expert_scores, router_weights
@@ -154,6 +153,19 @@ def test_predicted_experts_run_where_they_are_trusted(tmp_path: Path) -> None:
     assert counts.changed == weights.num_wrong > 0
 
 
+@pytest.mark.slow
+def test_routers_choose_for_several_tokens_also_where_predictions_are_trusted(tmp_path: Path) -> None:
+    folder, prompts = packed(tmp_path), (IDS[:2], IDS[1:])
+    run = replace(RUN, prediction=plan("router", runs_predicted=True), num_sequences=2, num_rows=2)
+    with gpu_decoder(folder, run) as decoder:
+        for sequence, ids in zip(decoder.sequences, prompts, strict=True):
+            decoder.extend(sequence, ids)
+        found, counts = decoder.extend_each(decoder.sequences, [7, 8]).clone(), decoder.counts()
+    for logits, ids, token in zip(found, prompts, (7, 8), strict=True):
+        assert (logits - reference_logits(folder, [*ids, token])[-1]).abs().max() < TOLERANCE
+    assert counts.tokens == 2 and counts.changed == 0
+
+
 class Substituting(PackWeights, ExpertRunner):
     """Weights whose missing experts are replaced."""
 
@@ -170,21 +182,26 @@ class Substituting(PackWeights, ExpertRunner):
         return run_one_by_one(x, found, router_weights(logits, found, self.spec.router), self, layer_idx)
 
 
+def two_texts(decoder: Decoder) -> Tensor:
+    """Logits of the tokens of two sequences, which go on together."""
+    found = [decoder.extend(sequence, IDS[:1]).clone() for sequence in decoder.sequences]
+    for token in IDS[1:]:
+        found.extend(decoder.extend_each(decoder.sequences, [token, 90 - token]).clone())
+    return torch.stack(found)
+
+
 @pytest.mark.slow
-def test_resident_experts_replace_missing_ones(tmp_path: Path) -> None:
-    folder, run = packed(tmp_path, [0.0, 0.02, 0.02]), replace(RUN, alpha=0.9)
-    found, _, counts = run_tokens(folder, run)
+def test_resident_experts_replace_missing_ones_also_of_two_sequences(tmp_path: Path) -> None:
+    folder, run = packed(tmp_path, [0.0, 0.02, 0.02]), replace(RUN, alpha=0.9, num_sequences=2, num_rows=2)
+    with gpu_decoder(folder, run) as decoder:
+        substitution = decoder._step.inputs.substitution
+        assert substitution is not None
+        found, counts = two_texts(decoder), decoder.counts()
+    assert substitution.is_resident[0].any() and not substitution.is_resident[0].all()
     with Pack(folder) as opened:
-        heat = usual_heat(opened.layout, opened.thresholds)
-        room, popularity = expert_bytes_for(opened, run.share), np.ones(opened.index.size.shape)
-        placement = place_experts(
-            opened.layout, room, "split", popularity, heat, run.dynamic_share, is_pulled=run.pulled_share > 0
-        )
         weights = Substituting(opened, CPU)
-        weights.is_resident, weights.alpha = mostly_static(placement, heat), 0.9
-        assert weights.is_resident[0].any() and not weights.is_resident[0].all()
-        decoder = Decoder(weights, 64)
-        expected = torch.cat([decoder.logits([token]) for token in IDS])
+        weights.is_resident, weights.alpha = substitution.is_resident, substitution.alpha
+        expected = two_texts(Decoder(weights, 64, num_sequences=2))
     assert (found - expected).abs().max() < TOLERANCE
     assert counts.changed == weights.num_changed > 0
 

@@ -16,14 +16,13 @@ from support.models import pack
 from support.plain_gpu import PlainMemoryOfAGpu, plain_gpu
 
 import moe_pack.runtime.gpu.token.engine as gpu_engine
-from moe_pack.formats import Pack, RunError
+from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, SamplingOptions, Text
 from moe_pack.runtime.cli.serve import ServeCommand, _listening, _Server
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.drafts.drafter import DraftCounts
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.gpu.kernels import grids
-from moe_pack.runtime.offload import Approximations, Sequences
 from moe_pack.runtime.sampling import Sampler
 
 PROMPTS = ["It was a dark night", "The old man", "She said to", "In the morning the", "At last"]
@@ -144,13 +143,3 @@ def test_drafts_give_the_same_tokens(share: float, gpu: PlainMemoryOfAGpu, packe
     found, counts = tokens_of("cuda", expected)
     assert found == expected
     assert counts.passes < 8 and 0 < counts.accepted < counts.drafted
-
-
-@pytest.mark.parametrize("name", ["--substitute", "--trust-experts"])
-def test_options_that_change_the_choice_of_experts_are_for_one_request(
-    name: str, gpu: PlainMemoryOfAGpu, packed: Path
-) -> None:
-    approximations = Approximations(substitute=0.3) if name == "--substitute" else Approximations(runs_predicted=True)
-    options = EngineOptions(device="cuda", kernels="portable", policy="corm", approximations=approximations)
-    with Pack(packed) as opened, pytest.raises(RunError, match=f"{name}: on a GPU it is for one request at a time"):
-        Engine(opened, options, 96, sequences=Sequences(2))

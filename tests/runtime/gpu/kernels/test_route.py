@@ -108,6 +108,7 @@ def test_logits_that_are_no_numbers_still_give_experts(kernel_device: torch.devi
             assert weights.isnan().all(), "what is wrong is seen"
 
 
+ALPHA = 0.9
 CHANGED_SPECS = [
     RouterSpec("softmax_topk", 8, 2, True),
     RouterSpec("softmax_topk", 128, 8, True),
@@ -141,6 +142,35 @@ def test_resident_experts_replace_missing_ones_as_algorithm_1_does(kernel_device
                 if spec.num_experts > spec.num_experts_per_tok:
                     assert num_changed == totals[-1]
     assert sum(totals) > 5 and 0 in totals, "some are replaced, and not always"
+
+
+@pytest.mark.parametrize("num_tokens", [2, 5])
+def test_the_top_experts_of_all_tokens_are_free_for_each(num_tokens: int, kernel_device: torch.device) -> None:
+    draw, totals, others = torch.Generator().manual_seed(6), list[int](), 0
+    for spec in CHANGED_SPECS:
+        with case(name_of(spec)):
+            d, bias = 32, torch.randn(spec.num_experts, generator=draw) / 8 if spec.bias else None
+            is_resident = torch.rand(spec.num_experts, generator=draw) < 0.5
+            rows = torch.randn((spec.num_experts, d), generator=draw).to(kernel_device) / 12
+            x = torch.randn((num_tokens, d), generator=draw).to(kernel_device)
+            held = None if bias is None else bias.to(kernel_device)
+            ones = torch.ones(d, device=kernel_device)
+            router = Router(spec, Norm(ones, None, 1e-6), StoredRows(rows, stored_part("F32", d)), None, held, None)
+            out, experts = routed_of(x, router, (None, is_resident.int().to(kernel_device)))
+            routed, num_changed = Routed(*out[:-1]), out[-1].cpu()
+            logits = routed.logits.cpu()
+            own, _ = TORCH.route(logits, spec, bias)
+            scores, there = expert_scores(logits, spec).numpy(), is_resident.numpy()
+            expected = torch.from_numpy(substitute(scores, own.numpy(), there, ALPHA))
+            assert torch.equal(experts.cpu().long(), expected)
+            expected_weights = router_weights(logits, expected, spec)
+            assert (routed.weights.cpu() - expected_weights).abs().max() < 1e-6 * max(1.0, spec.scaling_factor)
+            if spec.num_experts > spec.num_experts_per_tok:
+                assert torch.equal(num_changed.long(), (expected != own).sum(1))
+            totals.append(int((expected != own).sum()))
+            alone = [substitute(scores[t : t + 1], own[t : t + 1].numpy(), there, ALPHA) for t in range(num_tokens)]
+            others += int((np.concatenate(alone) != expected.numpy()).sum())
+    assert sum(totals) > 5 and others, "what runs for others changes the choice"
 
 
 def test_predicted_experts_run_whatever_the_router_chooses(kernel_device: torch.device) -> None:
@@ -228,8 +258,7 @@ def test_each_of_several_tokens_is_routed_as_alone(num_tokens: int, kernel_devic
     shared = StoredRows(random(1, d, seed=3).bfloat16(), stored_part("BF16", d))
     router = Router(spec, Norm(random(d, seed=4), None, 1e-5), rows, None, None, shared)
     predicted = torch.stack([torch.randperm(70)[:5] for _ in range(num_tokens)]).int().to(kernel_device)
-    is_resident = (torch.arange(70) % 3 > 0).int().to(kernel_device)
-    changes = (None, (predicted, None), (None, is_resident))
+    changes = (None, (predicted, None))
     for which, change in enumerate(changes):
         with case(which):
             several, experts = routed_of(x, router, change)
@@ -249,7 +278,7 @@ def routed_of(
     out = Routed.allocate(x.shape[1], router.spec, x.device, num_tokens)
     num_changed = torch.full((num_tokens,), -1, dtype=torch.int32, device=x.device)
     experts = torch.full((num_tokens, k), -1, dtype=torch.int32, device=x.device)
-    changed = None if change is None else ChangedChoice(change[0], change[1], 0.9, num_changed)
+    changed = None if change is None else ChangedChoice(change[0], change[1], ALPHA, num_changed)
     for _ in range(2):  # the counters are back at zero after a launch
         route(x, router, experts, out, changed)
         assert not out.num_done.any()
