@@ -14,7 +14,7 @@ from moe_pack.runtime.gpu.kernels import attention, grouped, halves, predict, pu
 from moe_pack.runtime.gpu.kernels.attention import entering
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
-from moe_pack.runtime.gpu.kernels.mixers.recurrence import convolve_step, gated_step, recur_step
+from moe_pack.runtime.gpu.kernels.mixers.recurrence import convolve_prompt, convolve_step, gated_step, recur_step
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select, select_programs, sums_at_once
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
@@ -430,21 +430,27 @@ MIXERS = {
 
 
 def mixer_calls() -> Iterator[Call]:
-    """A layer's state, for one row and for several."""
+    """A layer's state, for one row, for several and for a prompt."""
     for name, shape in MIXERS.items():
         for num_rows in (1, 8):
             yield f"states {name} T{num_rows}", partial(_mixer, shape, num_rows)
+        yield f"states {name} prompt", partial(_mixer, shape, 100, is_prompt=True)
 
 
-def _mixer(shape: MixerShape, num_rows: int) -> None:
-    slots, (heads, keys, width) = torch.zeros(num_rows, dtype=torch.int32), shape[2:5]
+def _mixer(shape: MixerShape, num_rows: int, is_prompt: bool = False) -> None:
+    (heads, keys, width), slots = shape[2:5], None if is_prompt else torch.zeros(num_rows, dtype=torch.int32)
     if shape.channels:
         x, kernel = torch.empty(num_rows, shape.channels), torch.empty(4 * shape.channels)
-        convolve_step(x, kernel, kernel, torch.empty(2, 3, shape.channels), slots, torch.empty_like(x), activates=True)
+        state, out = torch.empty(2, 3, shape.channels), torch.empty_like(x)
+        if slots is None:
+            convolve_prompt(x, kernel, kernel, state[0], out, activates=True)
+        else:
+            convolve_step(x, kernel, kernel, state, slots, out, activates=True)
     k, v = torch.empty(num_rows, shape.key_heads, keys), torch.empty(num_rows, heads, width)
     decay = torch.empty((num_rows, heads, keys) if shape.is_keyed else (num_rows, heads))
     rate = torch.empty(num_rows, heads) if shape.has_rate else None
     state, out = torch.empty(2, heads, keys, width), torch.empty_like(v)
+    state = state[0] if slots is None else state
     recur_step(k, k, v, decay, rate, state, slots, out)
     if not shape.is_keyed:
         skip = None if shape.has_rate else decay[0]

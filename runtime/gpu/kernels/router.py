@@ -11,8 +11,8 @@ sort.
 
 Two options change the choice, and with it the answer: other experts may run in place of missing ones with low scores
 (`runtime.offload.split.substitute`, Importance-Driven Expert Scheduling, Algorithm 1), or the predicted ones in any
-case (CORM §4.2). Weights are then those of the experts that run. What may replace an expert of one of several tokens
-depends on all of them, so that a second launch replaces.
+case (CORM §4.2). Weights are then those of the experts that run. A second launch replaces experts of several tokens,
+because each of them counts.
 """
 
 from dataclasses import dataclass

@@ -33,6 +33,7 @@ from moe_pack.runtime.gpu.kernels.mixers import recurrence
 from moe_pack.runtime.gpu.kernels.mixers.recurrence import TokenOperations, TokenStates
 from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.gpu.kernels.tables import RunningNeurons
+from moe_pack.runtime.model.caches import LayerState
 from moe_pack.runtime.model.compute.recurrence import Gates
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="kernels run on a GPU")
@@ -74,6 +75,13 @@ def mixers() -> None:
     operations.recur_gated(q, q, v, Gates(numbers, numbers, numbers[0], numbers[0]), state)
 
 
+def chunks() -> None:
+    """A prompt of two chunks through a recurrence."""
+    q, v, numbers = torch.ones(17, 1, 4), torch.ones(17, 2, 40), torch.ones(17, 2)
+    state = LayerState(torch.zeros(0), torch.zeros(2, 4, 40))
+    TokenOperations().recur_gated(q, q, v, Gates(numbers, numbers, numbers[0], numbers[0]), state)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A kernel or a function of it with another text, what launches it, and what the error has to say."""
@@ -103,6 +111,7 @@ MUTANTS = (
     Mutant("activations", neurons._select_block, BARRIER, "pass", experts, LOADS),
     Mutant("biases", neurons._neurons_kernel, BARRIER, "pass", experts, LOADS),
     Mutant("a token that enters", splits._attend_kernel, BARRIER, "pass", attend, LOADS),
+    Mutant("chunks of a prompt", recurrence._chunk_kernel, BARRIER, "pass", chunks, LOADS),
     Mutant("logits", router._route_kernel, BARRIER, "pass", route, OTHERS),
     Mutant("no release", router._route_kernel, '"acq_rel"', '"acquire"', route, OTHERS),
     Mutant("no acquisition", router._route_kernel, '"acq_rel"', '"release"', route, OTHERS),
