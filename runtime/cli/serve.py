@@ -362,8 +362,6 @@ class _Server:
         each = cache_bytes(spec, context, chunk, kv_dtype)
         each += _CHECKPOINTS * checkpoint_bytes(spec, context, chunk, kv_dtype)
         number = options.parallel
-        if number is None and is_on_gpu and engine.changes_choice:
-            number = 1  # the kernel changes the experts of one row
         if number is None:
             memory = engine.whole_budget or (_gpu_bytes() if is_on_gpu else runtime.available_bytes())
             fits = _USUAL_PARALLEL if memory is None else int(_CACHE_SHARE * memory) // max(each, 1)

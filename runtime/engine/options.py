@@ -198,11 +198,6 @@ class EngineOptions:
         """The budget, of several GPUs the sum; None if none is given."""
         return sum(self.budget_bytes) if isinstance(self.budget_bytes, tuple) else self.budget_bytes
 
-    @property
-    def changes_choice(self) -> bool:
-        """Whether other experts may run than the routers choose."""
-        return self.approximations.substitute is not None or self.approximations.runs_predicted
-
     def check_cpu(self, spec: "formats.ModelSpec") -> None:
         """Refuses options that have no effect on the CPU, or that the model cannot follow. Raises RunError."""
         if spec.encoder is not None and self.record is not None:
