@@ -142,13 +142,15 @@ def cases(size: Size) -> Iterator[Case]:
         yield Case("gated", function, partial(gated_case, function, forms, (f, d), _NORMS[0], 0.5))
     for spec in _ROUTERS:
         yield Case("route", f"{spec.kind}, {spec.num_experts} experts, {spec.n_group} groups", partial(_route, spec, d))
-        yield Case("route", f"{spec.kind}, {spec.num_experts} experts, substituted", partial(substituted_case, spec))
+        for tokens in (1, 3):
+            choice = f"{spec.kind}, {spec.num_experts} experts, {tokens} substituted"
+            yield Case("route", choice, partial(substituted_case, spec, tokens))
     for num_experts in (16, 256):
         yield Case("rank, score_paths", f"{num_experts} experts", partial(paths_case, num_experts))
     for form in FORMS:
-        yield Case(
-            "convolve_step, recur_step", form, partial(state_case, form, _MIXERS[size == "real", form == "Mamba"])
-        )
+        sizes = _MIXERS[size == "real", form == "Mamba"]
+        yield Case("convolve_step, recur_step", form, partial(state_case, form, sizes))
+        yield Case("convolve_prompt, recur_step", f"{form}, a prompt", partial(state_case, form, sizes, num_tokens=40))
     yield Case("add_routes", "2 layers of 8 experts", partial(routes_case, 300, 2, True))
     yield Case("enter_pulled, forget_pulled", "300 neurons", partial(pulled_ahead_case, "up"))
     for name in FORMATS[size]:

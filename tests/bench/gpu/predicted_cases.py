@@ -32,29 +32,32 @@ from moe_pack.runtime.offload.routing_file import multi_hot
 from moe_pack.runtime.offload.split import substitute
 
 
-def substituted_case(spec: RouterSpec, device: torch.device) -> Prepared:
-    """Half of the experts are resident; the router's rows have one value each, a logit."""
+def substituted_case(spec: RouterSpec, num_tokens: int, device: torch.device) -> Prepared:
+    """Half of the experts are resident; the router's rows have a value a token, half of its logit."""
     draw = torch.Generator().manual_seed(2)
-    logits = torch.randn((1, spec.num_experts), generator=draw) / 2
+    logits = torch.randn((num_tokens, spec.num_experts), generator=draw) / 2
     bias = torch.randn(spec.num_experts, generator=draw) / 8 if spec.bias else None
     is_resident = torch.rand(spec.num_experts, generator=draw) < 0.5
     own, _ = TORCH.route(logits, spec, bias)
     chosen = torch.from_numpy(substitute(expert_scores(logits, spec).numpy(), own.numpy(), is_resident.numpy(), 0.5))
-    weights = router_weights(logits, chosen, spec)[0]
+    weights = router_weights(logits, chosen, spec)
+    # A token is 1 in its column; its norm is 2 there, because a quarter of the columns has it.
+    x, ones = torch.eye(4, device=device)[:num_tokens], torch.ones(4, device=device)
     rows = torch.zeros((spec.num_experts, 4))
-    rows[:, 0] = logits[0]
-    stored, ones = StoredRows(rows.to(device), stored_part("F32", 4)), torch.ones(4, device=device)
-    experts = torch.zeros(spec.num_experts_per_tok, dtype=torch.int32, device=device)
-    routed, changed = Routed.allocate(4, spec, device), torch.zeros(1, dtype=torch.int32, device=device)
+    rows[:, :num_tokens] = logits.T / 2
+    stored = StoredRows(rows.to(device), stored_part("F32", 4))
+    experts = torch.zeros((num_tokens, spec.num_experts_per_tok), dtype=torch.int32, device=device)
+    routed = Routed.allocate(4, spec, device, num_tokens)
+    changed = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     choice = ChangedChoice(None, is_resident.int().to(device), 0.5, changed)
 
     def compare() -> Difference:
-        if not torch.equal(experts.cpu().long(), chosen[0]) or changed != (chosen != own).sum():
+        if not torch.equal(experts.cpu().long(), chosen) or changed.tolist() != (chosen != own).sum(1).tolist():
             return exact(False)
         return Difference(excess(routed.weights, weights, weights.abs()), 2 * EXP)
 
     router = Router(spec, Norm(ones, None, 0.0), stored, None, None if bias is None else bias.to(device), None)
-    return Prepared(partial(route, ones, router, experts, routed, choice), compare)
+    return Prepared(partial(route, x, router, experts, routed, choice), compare)
 
 
 def paths_case(num_experts: int, device: torch.device) -> Prepared:
