@@ -55,13 +55,14 @@ def add_routes(first: Tensor, by_route: Tensor, routes: Tensor, is_rectified: bo
     """Adds a row for each of a token's routes to a network's first layer.
 
     Args:    first: float32 [h], changed in place.   by_route: bfloat16 [p, E, h], contiguous, for the p layers before.
-             routes: int32 [p, k], contiguous, the layer further back first.   is_rectified: whether a second layer
-             follows, which gets the positive part.
+             routes: int32 [p, k], contiguous rows, the layer further back first.   is_rectified: whether a second
+             layer follows, which gets the positive part.
     """
     (p, k), h = routes.shape, len(first)
     _add_routes_kernel[(triton.cdiv(h, _BLOCK.value),)](
-        first, by_route, routes, by_route.shape[1], h, p, k, is_rectified, num_warps=4, enable_fp_fusion=True
-    )
+        first, by_route, routes, routes.stride(0), by_route.shape[1], h, p, k, is_rectified, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("routes_ptr",))
@@ -69,6 +70,7 @@ def _add_routes_kernel(
     first_ptr,
     by_route_ptr,
     routes_ptr,
+    STRIDE: tl.constexpr,
     E: tl.constexpr,
     H: tl.constexpr,
     P: tl.constexpr,
@@ -79,7 +81,7 @@ def _add_routes_kernel(
     mask = unit < H
     total = tl.load(first_ptr + unit, mask=mask, other=0.0)
     for place in tl.static_range(P * K):
-        row = place // K * E + tl.load(routes_ptr + place)
+        row = place // K * E + tl.load(routes_ptr + place // K * STRIDE + place % K)
         total += tl.load(by_route_ptr + row * H + unit, mask=mask, other=0.0).to(tl.float32)
     if IS_RECTIFIED:
         total = tl.maximum(total, 0.0)
@@ -128,16 +130,18 @@ class LayerPaths(NamedTuple):
 def score_paths(routes: Tensor, paths: LayerPaths, scores: Tensor) -> None:
     """Writes scores of a layer's experts by path statistics, for `rank`: of the first stage that knows the token.
 
-    Args:    routes: int32 [p, k], contiguous, the layer further back first.   scores: float32 [E], overwritten.
+    Args:    routes: int32 [p, k], contiguous rows, the layer further back first.   scores: float32 [E], overwritten.
     """
     p, k = routes.shape
     _score_paths_kernel[(1,)](
-        routes, paths, scores, len(paths.keys), p, k, len(scores), num_warps=4, enable_fp_fusion=True
+        routes, paths, scores, len(paths.keys), routes.stride(0), p, k, len(scores), num_warps=4, enable_fp_fusion=True
     )
 
 
 @triton.jit(do_not_specialize=("routes_ptr", "num_keys"))
-def _score_paths_kernel(routes_ptr, paths, scores_ptr, num_keys, P: tl.constexpr, K: tl.constexpr, E: tl.constexpr):
+def _score_paths_kernel(
+    routes_ptr, paths, scores_ptr, num_keys, STRIDE: tl.constexpr, P: tl.constexpr, K: tl.constexpr, E: tl.constexpr
+):
     BLOCK_E: tl.constexpr = triton.next_power_of_2(E)
     expert = tl.arange(0, BLOCK_E)
     mask = expert < E
@@ -145,7 +149,7 @@ def _score_paths_kernel(routes_ptr, paths, scores_ptr, num_keys, P: tl.constexpr
     key, num_known = tl.load(routes_ptr).to(tl.int64) * 0, tl.load(routes_ptr) * 0
     logs = tl.zeros([BLOCK_E], tl.float32)
     for place in tl.static_range(P * K):
-        row = place // K * E + tl.load(routes_ptr + place)
+        row = place // K * E + tl.load(routes_ptr + place // K * STRIDE + place % K)
         key += tl.load(paths.hashes + row)
         num_known += tl.load(paths.is_known + row)
         logs += tl.load(paths.logs + row * E + expert, mask=mask, other=0.0)

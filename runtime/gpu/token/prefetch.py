@@ -80,7 +80,7 @@ class ExpertPrediction:
             return self._network(layer_idx, routing.network(layer_idx))
         num_before = min(layer_idx, PATH_MEMORY)
         paths = predict.LayerPaths.of(routing.paths, layer_idx, num_before, device)
-        routes = layers.routes[layer_idx - num_before : layer_idx]
+        routes = layers.routes[layer_idx - num_before : layer_idx, 0]
 
         def by_paths(partial: Tensor) -> None:
             predict.score_paths(routes, paths, scores)
@@ -92,7 +92,7 @@ class ExpertPrediction:
         layers, scores, experts = self._layers, self._scores, self.experts
         is_deep, h = network.out_weight is not None, len(network.bias)
         padding = -h % _UNIT_STEP if is_deep else 0
-        device, routes = experts.device, layers.routes[layer_idx - network.num_previous : layer_idx]
+        device, routes = experts.device, layers.routes[layer_idx - network.num_previous : layer_idx, 0]
         x_weight = functional.pad(network.x_weight, (0, 0, 0, padding)).to(device)
         rows = matmul.StoredRows(x_weight, stored_part("BF16", x_weight.shape[1]))
         by_route = functional.pad(network.route_weight.permute(1, 2, 0), (0, padding)).contiguous().to(device)

@@ -84,16 +84,17 @@ def paths_case(num_experts: int, device: torch.device) -> Prepared:
 
 
 def routes_case(num_units: int, num_previous: int, is_rectified: bool, device: torch.device) -> Prepared:
-    """A network's first layer gets a row for each route."""
+    """A network's first layer gets a row for each route; a token's are one row of those of several."""
     routes = torch.tensor([[4, 1, 0], [2, 5, 3]])[:num_previous]
     first, weights = random_values(num_units), random_values(num_units, num_previous, 8, seed=1).bfloat16()
     expected = first + multi_hot(routes[None], 8)[0] @ weights.flatten(1).float().T
     expected = expected.relu() if is_rectified else expected
     by_route, there = weights.permute(1, 2, 0).contiguous().to(device), torch.zeros(num_units, device=device)
+    rows = torch.stack([routes, 7 - routes], 1).int().to(device)
 
     def launch() -> None:
         there.copy_(first)
-        add_routes(there, by_route, routes.int().to(device), is_rectified)
+        add_routes(there, by_route, rows[:, 0], is_rectified)
 
     return Prepared(launch, lambda: Difference(excess(there, expected, 1 + expected.abs()), EXP))
 

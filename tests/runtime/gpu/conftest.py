@@ -6,6 +6,14 @@ from collections.abc import Iterator
 import pytest
 from support.ordered_engine import Watch, ordered_engines
 
+from moe_pack.runtime.gpu.kernels import grids
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets grids have few programs: under the interpreter they run one after another."""
+    monkeypatch.setattr(grids, "_INTERPRETED_PROGRAMS", 2)
+
 
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch | None]:

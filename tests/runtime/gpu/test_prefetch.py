@@ -24,6 +24,7 @@ from moe_pack.runtime.model.layers import router_logits, run_one_by_one
 from moe_pack.runtime.offload.prefetch import MethodName, PredictionInput, make_prediction, methods_by_layer, ranked
 from moe_pack.runtime.offload.split import substitute
 
+pytestmark = pytest.mark.usefixtures("few_programs")
 SHAPE = TinyMixtral(num_layers=3, num_experts=4, config={"num_experts_per_tok": 2})
 ROUTING = random_routing(3, 4, 2, 64, best=(4, 3))
 IDS = [(37 * i + 5) % 96 for i in range(3)]
@@ -89,7 +90,7 @@ def predicted_in_torch(folder: Path, methods: tuple[MethodName, ...], num_predic
 
 
 def check_predicted(folder: Path, methods: tuple[MethodName, MethodName], num_predicted: int) -> None:
-    run = replace(RUN, prediction=plan(*methods, num_predicted=num_predicted))
+    run = replace(RUN, prediction=plan(*methods, num_predicted=num_predicted), num_sequences=2, num_rows=2)
     logits, ahead, counts = run_tokens(folder, run)
     assert ahead[:, 1:, :, 0].tolist() == predicted_in_torch(folder, methods, num_predicted)
     assert (logits - reference_logits(folder, IDS)).abs().max() < TOLERANCE
@@ -98,7 +99,6 @@ def check_predicted(folder: Path, methods: tuple[MethodName, MethodName], num_pr
     assert not ahead[:, 0].any(), "nothing is pulled ahead for the first layer"
 
 
-@pytest.mark.slow
 def test_the_experts_predicted_are_those_of_the_method(tmp_path: Path) -> None:
     check_predicted(packed(tmp_path), ("router", "paths"), 3)
 
@@ -125,7 +125,8 @@ def test_a_partial_state_without_missing_experts_predicts_what_the_router_choose
     folder = packed(tmp_path, [0.0, 0.02, 0.02])  # all rows of the first layer are read, and are all static
     run = replace(RUN, dynamic_share=0.2, prediction=plan("partial"))
     with gpu_decoder(folder, run) as decoder:
-        assert decoder._step._experts[0].is_whole and not decoder._step._experts[1].is_whole
+        launches = decoder._step._experts[1]
+        assert launches[0].is_whole and not launches[1].is_whole
         for token in IDS:
             decoder.next_logits([token])
             ahead = decoder._step.ahead[1 - decoder._turn]

@@ -17,7 +17,6 @@ from moe_pack.formats import Pack
 from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.runtime.engine.options import cpu_only
-from moe_pack.runtime.gpu.kernels import grids
 from moe_pack.runtime.gpu.token import fused
 from moe_pack.runtime.model import Decoder, PackWeights
 
@@ -30,12 +29,7 @@ if TYPE_CHECKING:
     from moe_pack.runtime.model.caches import KvDtype
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets grids have few programs: under the interpreter they run one after another."""
-    monkeypatch.setattr(grids, "_INTERPRETED_PROGRAMS", 2)
-
-
+pytestmark = pytest.mark.usefixtures("few_programs")
 RUN = GpuRun(1.0, num_sequences=3, num_rows=8)
 
 

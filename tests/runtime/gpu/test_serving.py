@@ -22,7 +22,6 @@ from moe_pack.runtime.cli.serve import ServeCommand, _listening, _Server
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.drafts.drafter import DraftCounts
 from moe_pack.runtime.generate import generate
-from moe_pack.runtime.gpu.kernels import grids
 from moe_pack.runtime.sampling import Sampler
 
 PROMPTS = ["It was a dark night", "The old man", "She said to", "In the morning the", "At last"]
@@ -37,8 +36,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> PlainMemoryOfAGpu:
-    monkeypatch.setattr(grids, "_INTERPRETED_PROGRAMS", 2)  # few programs, which run one after another
+def gpu(few_programs: None, monkeypatch: pytest.MonkeyPatch) -> PlainMemoryOfAGpu:
     monkeypatch.setattr(gpu_engine, "run_everything", lambda *of_engine: None)  # `test_presets` runs it
     return plain_gpu(monkeypatch)
 

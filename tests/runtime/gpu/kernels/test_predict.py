@@ -57,7 +57,9 @@ def test_paths_are_scored_as_the_statistics_say(kernel_device: torch.device) -> 
                     for routes in before:
                         expected, stage = statistics.predict(l, routes[None])
                         scores = torch.full((paths_of.E,), torch.nan, device=kernel_device)
-                        score_paths(torch.from_numpy(routes.astype(np.int32)).to(kernel_device), there, scores)
+                        # A token's routes are one row of those of several.
+                        rows = torch.from_numpy(np.stack([routes, -routes - 1], 1).astype(np.int32)).to(kernel_device)
+                        score_paths(rows[:, 0], there, scores)
                         found = scores.cpu().double()
                         if stage[0] == BackoffLevel.FACTORED:  # a sum of logarithms
                             num_known = there.is_known.cpu().gather(1, torch.from_numpy(routes.astype(np.int64))).sum()
