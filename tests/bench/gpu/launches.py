@@ -168,18 +168,26 @@ def _pack(model: str, num_layers: int, folder: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLayers:
+    """The launches of a MoE layer of a kind, for experts in one step. `number`: of such layers in the real model."""
+
+    kind: LayerKind
+    number: int
+    launches: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLaunches:
     """The launches of a resident pass of many tokens; torch's own operations count as launches too.
 
-    `per_layer`: of a MoE layer, for experts in one step.   `step`: those of each further step: a group's slice.
-    `num_steps`: of a layer of the real model.   `spare_steps`: with memory to spare.   `others`: of all else.
+    `step`: of a layer's experts in each further step: a group's slice.   `num_steps`: of a layer of the real model.
+    `spare_steps`: with memory to spare.   `others`: of all else.
     """
 
     model: str
-    num_layers: int
+    layers: tuple[PromptLayers, ...]
     num_steps: int
     spare_steps: int
-    per_layer: dict[str, int]
     step: dict[str, int]
     others: dict[str, int]
 
@@ -189,8 +197,9 @@ class PromptLaunches:
         def number(counts: dict[str, int]) -> int:
             return sum(times for kind, times in counts.items() if is_counted(kind))
 
-        steps = self.num_steps if num_steps is None else num_steps
-        return self.num_layers * (number(self.per_layer) + (steps - 1) * number(self.step)) + number(self.others)
+        steps = (self.num_steps if num_steps is None else num_steps) - 1
+        of_layers = sum(each.number * (number(each.launches) + steps * number(self.step)) for each in self.layers)
+        return of_layers + number(self.others)
 
 
 def count_prompt(model: str, folder: Path, num_tokens: int, num_halves: int = EXACT_HALVES) -> PromptLaunches:
@@ -198,11 +207,17 @@ def count_prompt(model: str, folder: Path, num_tokens: int, num_halves: int = EX
 
     Args:    folder: for packs, which are kept.   num_halves: as of `Slicing.of`.
     """
-    few, more = (_count_pass(model, number, folder, num_tokens) for number in (2, 3))
-    real = model_spec(model, None)
-    per_layer = {name: number for name, number in (more - few).items() if number}
-    shrunk_layers = len(shrunk(model, 2).moe_layers)
-    others = {name: few[name] - shrunk_layers * per_layer.get(name, 0) for name in few}
+    real, by_layers, layers = model_spec(model, None), dict[int, Counter[str]](), list[PromptLayers]()
+    kinds, shrunk_layers = [_kind(real, layer) for layer in real.moe_layers], shrunk(model, _LEAST_LAYERS).moe_layers
+    for kind in sorted(set(kinds)):
+        layer = next(l for l in real.moe_layers if l >= _LEAST_LAYERS and _kind(real, l) == kind)
+        for number in (layer, layer + 1):
+            by_layers.setdefault(number, _count_pass(model, number, folder, num_tokens))
+        layers.append(PromptLayers(kind, kinds.count(kind), dict(by_layers[layer + 1] - by_layers[layer])))
+    others = by_layers.setdefault(_LEAST_LAYERS, _count_pass(model, _LEAST_LAYERS, folder, num_tokens)).copy()
+    for each in layers:
+        shared = sum(_kind(real, layer) == each.kind for layer in shrunk_layers)
+        others.subtract({name: shared * number for name, number in each.launches.items()})
     number, n = Slicing.for_passes(
         pack_layout(real, uniform_plan(real, "none", BF16, BF16), ["BF16"] * len(dense_roles(real))),
         num_tokens, num_halves,
@@ -210,11 +225,10 @@ def count_prompt(model: str, folder: Path, num_tokens: int, num_halves: int = EX
     num_slices = -(-real.expert.intermediate_size // n)
     num_steps = -(-real.router.num_experts // number) * num_slices
     step = {"_decode_kernel": 1, "_hidden_kernel": 1, "_round_rows_kernel": 1, "_down_kernel": 1}
-    assert all(per_layer[name] >= number for name, number in step.items()), "a layer has one step"
+    assert all(each.launches[name] >= times for each in layers for name, times in step.items()), "a layer has one step"
     return PromptLaunches(
-        model, len(real.moe_layers), num_steps, num_slices, per_layer, step,
-        {name: each for name, each in others.items() if each},
-    )  # fmt: skip
+        model, tuple(layers), num_steps, num_slices, step, {name: each for name, each in others.items() if each}
+    )
 
 
 def _count_pass(model: str, num_layers: int, folder: Path, num_tokens: int) -> Counter[str]:

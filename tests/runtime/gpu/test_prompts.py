@@ -47,8 +47,9 @@ def test_a_resident_prompt_waits_for_nothing_and_its_launches_are_counted(tmp_pa
     assert found.total(is_triton, found.spare_steps) == found.total(is_triton) - 9 * 4 * 48
     assert sum(found.step.values()) == 4
     # Queries, keys, values, output and router: each is rounded, decoded and multiplied.
-    assert [found.per_layer[name] for name in ("_decode_rows_kernel", "_multiply_kernel")] == [5, 5]
-    assert found.per_layer["_round_rows_kernel"] == 5 + 1 + 1
+    (layers,) = found.layers
+    assert [layers.launches[name] for name in ("_decode_rows_kernel", "_multiply_kernel")] == [5, 5]
+    assert layers.launches["_round_rows_kernel"] == 5 + 1 + 1
 
 
 def test_few_tokens_run_one_after_another(packed: Path) -> None:
