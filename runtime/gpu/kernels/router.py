@@ -143,7 +143,7 @@ def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: Chan
     )  # fmt: skip
     if substitutes_later:
         _substitute_kernel[(num_tokens,)](
-            out, experts, changed, num_tokens, choice, enable_fp_fusion=True, **launch_options()
+            out, experts, changed, num_tokens, choice, num_warps=4, enable_fp_fusion=True, **launch_options()
         )
 
 

@@ -263,11 +263,14 @@ def _recur(
     )  # fmt: skip
     num_programs = triton.cdiv(columns, tile) * (num_heads if width > 1 else 1)
     num_warps = min(max(block_keys * tile // _WARP_VALUES, 1), _MOST_WARPS)
-    options = {"num_warps": num_warps, "enable_fp_fusion": True, **launch_options()}
     if is_chunked:
-        _chunk_kernel[(num_programs,)](given, state, out, num_rows, shape, **options)
+        _chunk_kernel[(num_programs,)](
+            given, state, out, num_rows, shape, num_warps=num_warps, enable_fp_fusion=True, **launch_options()
+        )
     else:
-        _recur_kernel[(num_programs, shape.rows or 1)](given, state, slots, out, num_rows, shape, **options)
+        _recur_kernel[(num_programs, shape.rows or 1)](
+            given, state, slots, out, num_rows, shape, num_warps=num_warps, enable_fp_fusion=True, **launch_options()
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])

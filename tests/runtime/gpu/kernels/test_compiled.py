@@ -38,7 +38,7 @@ READERS = {
 DEPENDENTS = {
     "_gemv", "_gated", "_norm_kernel", "_reduce", "_rotate_kernel", "_route_kernel", "_select_kernel",
     "_compact_kernel", "_neurons_kernel", "_attend_kernel", "_combine_kernel", "_enter_heads_kernel",
-    "_enter_latent_kernel", "_leave_latent_kernel", "_convolve_kernel", "_recur_kernel",
+    "_enter_latent_kernel", "_leave_latent_kernel", "_convolve_kernel", "_recur_kernel", "_substitute_kernel",
 }  # fmt: skip
 SUMS = {"_neurons_kernel", "_gather_row"}  # whose rows are added up
 # Every width, hidden size and GPU once, with the usual selector and another; `compiled_kernels.py` compiles the whole
@@ -156,21 +156,25 @@ def test_rotations_stay_in_registers(usual: list[Compiled]) -> None:
 
 def test_routers_and_predictions_compile(usual: list[Compiled]) -> None:
     kernels = ["_rank_kernel"] * 2 + ["_add_routes_kernel", "_score_paths_kernel", "_enter_pulled_kernel"]
-    assert [k.kernel for k in of_call(usual, "route sigmoid")] == ["_route_kernel"] * 5
+    assert [k.kernel for k in of_call(usual, "route sigmoid")] == ["_route_kernel"] * 6 + ["_substitute_kernel"]
     assert [k.kernel for k in of_call(usual, "predict")] == kernels + ["_forget_pulled_kernel"] * 2
 
 
 def test_states_of_mixers_stay_in_registers(usual: list[Compiled]) -> None:
     found = of_call(usual, "states")
-    assert {k.call: [x.kernel for x in found if x.call == k.call] for k in found} == {
-        f"states {name} T{num_rows}": kernels
-        for num_rows in (1, 8)
-        for name, kernels in (
-            ("Qwen3.6", ["_convolve_kernel", "_recur_kernel", "_recur_kernel"]),  # decays and rates, and gates
-            ("Jamba", ["_recur_kernel"]),  # and the convolution above
-        )
+    # Decays and rates, and gates; Jamba's convolutions are those of Qwen3.6.
+    kernels = {
+        "states Qwen3.6 T1": ["_convolve_kernel", "_recur_kernel", "_recur_kernel"],
+        "states Qwen3.6 prompt": ["_convolve_prompt_kernel", "_chunk_kernel", "_chunk_kernel"],
+        "states Jamba T1": ["_recur_kernel"],
+        "states Jamba prompt": ["_recur_kernel"],
     }
-    assert not [k for k in found if k.stack_bytes or k.shared_bytes + k.launched_bytes > 2048]
+    kernels |= {call.replace("T1", "T8"): names for call, names in kernels.items()}
+    assert {k.call: [x.kernel for x in found if x.call == k.call] for k in found} == kernels
+    assert not [k for k in found if k.stack_bytes]
+    chunks = [k for k in found if k.kernel == "_chunk_kernel"]  # whose operands tensor cores read from shared memory
+    assert not [k for k in found if k not in chunks and k.shared_bytes + k.launched_bytes > 3072]
+    assert all(k.launched_bytes <= 16384 for k in chunks)
 
 
 def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
