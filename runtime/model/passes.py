@@ -251,7 +251,11 @@ class SequencePasses(ABC):
         self._check_ids(sequence, ids)
         sequence.cache.save()
         self._verified = self._append_alone(sequence, ids)
-        return self._head(self._verified)
+        return self._logits_after(self._verified)
+
+    def _logits_after(self, verified: Tensor) -> Tensor:
+        """Returns the logits after tokens that were verified, from their hidden states [n, d]."""
+        return self._head(verified)
 
     @torch.inference_mode()
     def keep(self, sequence: CachedSequence, num_tokens: int) -> None:

@@ -25,7 +25,7 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.gpu.fit import EXACT_HALVES, FAST_HALVES, MOST_CHUNK_TOKENS
 
-# And the share of the experts that 11 GiB lack.
+# And the share of the experts' rows that 11 GiB lack, of Qwen3.6 by the engine's placement.
 _MODELS = {"mixtral-8x7b": 0.45, "qwen3-30b-a3b": 0.40, "qwen3.6-35b-a3b": 0.55}
 _BITS = 4.5  # of a weight, with scales and zeros
 # Of the host, for a launch by Triton and by torch. On a processor of 2 cores with other work, Triton's took 24 to 50.

@@ -475,15 +475,9 @@ class GpuDecoder(Decoder):
         """Returns how many tokens `verify` may append now, at most those of a graph."""
         return min(super().most_verified(sequence), self._num_rows)
 
-    def verify(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Tensor:
-        """Returns logits in host memory, valid until the next call; otherwise as `Decoder.verify`."""
-        if len(ids) == 1:
-            return self.extend(sequence, ids)[None]
-        assert len(ids) <= self.most_verified(sequence), "what cannot be taken back is not verified"
-        self._check_ids(sequence, ids)
-        sequence.cache.save()
-        self._verified = self._append_alone(sequence, ids)
-        return self._logits[: len(ids)]
+    def _logits_after(self, verified: Tensor) -> Tensor:
+        """Returns logits in host memory, valid until the next call."""
+        return self._logits[: len(verified)]
 
     def _append_alone(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Tensor:
         self._run_rows([(sequence, token) for token in ids])

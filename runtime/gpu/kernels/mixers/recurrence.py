@@ -390,6 +390,7 @@ def _add_to_state(
         place, is_place = _places(head, key, column, is_column, SHAPE)
         state = left * tl.load(state_ptr + place, mask=is_place, other=0.0)
         state = tl.dot(tl.trans(k * to_end[:, None]), v, state, input_precision=dot_precision())
+        tl.debug_barrier()  # another thread may store where this one has loaded: all load first
         tl.store(state_ptr + place, state, mask=is_place)
 
 
