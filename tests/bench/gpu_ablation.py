@@ -1,0 +1,341 @@
+"""What each mechanism of the GPU's engine for missing experts brings, by replay on routes and neurons.
+
+    python tests/bench/gpu_ablation.py packed/ --dimensions mixtral-8x7b
+    python tests/bench/gpu_ablation.py drawn --dimensions qwen3-30b-a3b
+
+A pack of a trained model runs a text token by token, and notes which experts are chosen and which of their neurons run;
+`drawn` draws both at the dimensions of a published model. The tokens are then played in GPU memory for a share of the
+experts. The base is static rows alone: the link pulls a share of the missing rows, and the CPU computes the others.
+Every other line adds one mechanism in the same memory:
+
+- slots, whose records come and go as `runtime.gpu.residency` decides: pulled records stay (landing slots), or where
+  nothing is pulled, records are promoted while tokens run
+- the CPU's share: without it the link brings everything
+- whole experts in place of the hottest rows of all
+- records kept for a pass of four tokens (drafts): one pulls a record, and all use it; milliseconds are the pass's
+- records ahead: those that the next layer's router and selectors choose on this layer's input are pulled before that
+  layer, as many as the link brings in a layer's attention and dense matrices, or in all the time that it has left
+
+Missing bytes are counted. Milliseconds are predicted (`gpu.roofline`) for the published model on an H200 with DDR5, of
+which as large a share of the bytes is missing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+from benchlib import BOOK, finish, json_option, table
+from benchlib.routes import ids_of
+from gpu.packs import MIXTRAL, QWEN3, PackRequest
+from gpu.roofline import CPU_RATES, NUM_SMS, Launches, Rates, Subject, moved_bytes, rates_of
+from gpu_roofline import COUNTS, Counts
+from numpy.typing import NDArray
+from support.played_slots import PlayedToken, recorded_tokens, residency_of, static_table
+
+from moe_pack.convert.plan.speed import drawn_passes
+from moe_pack.formats import Pack, PackLayout
+from moe_pack.runtime.cpu import Kernels
+from moe_pack.runtime.engine.offloaded import popularity_shares
+from moe_pack.runtime.gpu.placements import GpuPlacement, place_experts, usual_heat
+from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, TokenRoutes
+from moe_pack.runtime.model import NativeOperations
+from moe_pack.runtime.offload import PRESETS, Routing
+
+Array = NDArray[np.float64]
+_DIMENSIONS = {MIXTRAL.model: MIXTRAL, QWEN3.model: QWEN3}
+_GPU, _CPU, _BUDGET = "H200", "DDR5", 11 << 30
+_SHARES = (0.25, 0.5, 0.75)  # of the experts' bytes
+_DRAWN_TOKENS = 48
+_ROWS = 4  # of a pass
+_SLOTS = (0.05, 0.25, 1.0)  # of the memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """Tokens of a pack, and what a placement needs of it."""
+
+    layout: PackLayout
+    popularity: NDArray[np.floating]  # [L, E]
+    heat: Array  # [L, E, H]
+    tokens: Sequence[PlayedToken]
+
+    @property
+    def num_rows(self) -> int:
+        return self.layout.experts[0][0].num_rows
+
+    def place(self, share: float, dynamic_share: float, is_pulled: bool) -> GpuPlacement:
+        """Returns the placement with a share of the experts' bytes for rows; tables come on top."""
+
+        def placed(num_bytes: int) -> GpuPlacement:
+            given = (dynamic_share, None, is_pulled)
+            return place_experts(self.layout, num_bytes, "split", self.popularity, self.heat, *given)
+
+        return placed(int(share * self._num_bytes) + placed(1 << 62).other_bytes)
+
+    def place_whole(self, share: float) -> GpuPlacement:
+        """Returns the placement of whole experts."""
+        other_bytes = place_experts(self.layout, 1 << 62, "disk", self.popularity).other_bytes
+        return place_experts(self.layout, int(share * self._num_bytes) + other_bytes, "disk", self.popularity)
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(expert.num_bytes for layer in self.layout.experts for expert in layer)
+
+
+def recorded(folder: Path, model: Path, num_tokens: int) -> Recorded:
+    """Runs a pack on a text that it has not seen."""
+    with Pack(folder) as pack, closing(Kernels()) as kernels:
+        ids = ids_of(model, BOOK)[:num_tokens]
+        tokens = recorded_tokens(pack, NativeOperations(kernels), ids)
+        popularity = popularity_shares(pack, Routing.open(pack))
+        return Recorded(pack.layout, popularity, usual_heat(pack.layout, pack.thresholds), tokens)
+
+
+def drawn(request: PackRequest) -> Recorded:
+    """Draws routes, and neurons as often as rows of their heat run."""
+    subject, draw = Subject.of(request), np.random.default_rng(0)
+    f, (_, _, num_slices) = subject.layout.experts[0][0].num_rows, subject.heat.shape
+    routes = drawn_passes(subject.popularity, subject.layout.spec.router.num_experts_per_tok, _DRAWN_TOKENS).routes
+    slices = np.arange(f) * num_slices // f
+
+    def neurons(l: int, expert: int) -> NDArray[np.int32]:
+        return np.flatnonzero(draw.random(f) < subject.heat[l, expert, slices]).astype(np.int32)
+
+    tokens = [
+        PlayedToken(
+            experts.astype(np.int64),
+            [[neurons(l, expert) for expert in layer] for l, layer in enumerate(experts.tolist())],
+            [[] for _ in experts],
+        )
+        for experts in routes
+    ]
+    return Recorded(subject.layout, subject.popularity, subject.heat, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Shares of bytes: of running records in `missing` and `whole`, of the missing ones in the others.
+
+    `missing`: those that no static row and no slot has.   `whole`: those of experts that the CPU has as a whole, with
+    their selectors.   `foreseen`: predicted ones.   `right`: of all that a prediction would bring, those that ran.
+    `distinct`: different ones among those that four tokens lack.
+    """
+
+    missing: float
+    whole: float
+    foreseen: float
+    right: float
+    distinct: float
+
+    @property
+    def lacking(self) -> float:
+        """The share of bytes that are missing, those of whole experts too."""
+        return self.missing + self.whole
+
+
+def play(subject: Recorded, placement: GpuPlacement, policy: str | None, pulled_share: float) -> Played:
+    """Plays tokens; records that a token brings are there for the token after the next.
+
+    Args:    policy: of slots; None: there are none.   pulled_share: of missing records; 0: nothing is pulled, and
+             records are promoted.
+    """
+    f, num_scratch = subject.num_rows, placement.num_scratch
+    popularity = subject.popularity.astype(np.float64)
+    residency = None if policy is None else residency_of(placement, PRESETS[policy], popularity, f)
+    at, needed, lacking, ahead, ahead_ran = static_table(placement, f), 0, 0, 0, 0
+    coming, last = list[Promotion](), None
+    whole, lacked, distinct, of_pass = 0, 0, 0, set[tuple[int, int, int]]()
+    sizes = np.array([[expert.records.row_bytes for expert in layer] for layer in subject.layout.experts])
+    for number, token in enumerate(subject.tokens):
+        missing, landed = dict[tuple[int, int], NDArray[np.int32]](), dict[int, NDArray[np.int32]]()
+        landed_counts = np.zeros(token.experts.shape, np.int64)
+        for l, layer in enumerate(token.neurons):
+            would = {e: rows[at[l, e, rows] < 0] for e, rows in token.predicted[l] if placement.has_selector[l, e]}
+            ahead += sum(len(rows) * int(sizes[l, e]) for e, rows in would.items())
+            num_landing = int(placement.num_landing[l])
+            landed[l] = np.zeros((len(layer), num_landing), np.int32)
+            for place, rows in enumerate(layer):
+                expert = int(token.experts[l, place])
+                is_here = (at[l, expert, rows] >= 0) & placement.has_selector[l, expert]
+                gone = rows[~is_here]
+                needed += len(rows) * int(sizes[l, expert])
+                lacking += len(gone) * int(sizes[l, expert])
+                ahead_ran += int(np.isin(gone, would.get(expert, gone[:0])).sum()) * int(sizes[l, expert])
+                if not placement.has_selector[l, expert]:
+                    whole += len(gone) * int(sizes[l, expert]) + subject.layout.experts[l][expert].selector_bytes
+                    lacking -= len(gone) * int(sizes[l, expert])
+                    gone = gone[:0]
+                lacked += len(gone) * int(sizes[l, expert])
+                of_pass |= {(l, expert, row) for row in gone.tolist()}
+                pulled = min(round(pulled_share * len(gone)), num_landing + int(num_scratch[l]))
+                stays = min(pulled, num_landing)
+                landed[l][place, :stays], landed_counts[l, place] = gone[:stays], stays
+                missing[l, place] = gone[pulled:]
+        if number % _ROWS == _ROWS - 1:
+            distinct += sum(int(sizes[l, expert]) for l, expert, _ in of_pass)
+            of_pass.clear()
+        if residency is not None:
+            if last is not None:
+                turn, routes, counts, rows_of = last
+                residency.pulled(turn, routes.experts, counts, rows_of.__getitem__)
+                residency.arrived(coming)
+                coming = residency.decide(routes, 0 if pulled_share else MOST_KEPT)
+                changes = residency.changes()
+                at.reshape(-1)[changes.places] = changes.values
+            left = np.zeros(token.experts.shape, np.int64)
+            for key, rows in missing.items():
+                left[key] = len(rows)
+            routes = TokenRoutes(token.experts, left, lambda l, place, missing=missing: missing[l, place], None)  # type: ignore[misc]  # bound now
+            last = number % 2, routes, landed_counts, landed
+    return Played(
+        lacking / needed,
+        whole / needed,
+        ahead_ran / max(lacking, 1),
+        ahead_ran / max(ahead, 1),
+        distinct / max(lacked, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The mean layer of a published model on the GPU, in seconds and bytes."""
+
+    once_s: float
+    num_layers: int
+    serial_s: float  # of a layer, without what is missing
+    attention_s: float  # the part of it without experts
+    needed: float  # bytes of running records
+    rates: Rates
+    cpu_s: float  # of a call
+    link_s: float  # of the launches that pull
+
+    @classmethod
+    def of(cls, request: PackRequest) -> "Times":
+        subject, counts = Subject.of(request), Counts.read(COUNTS).of(request.model)["split"]
+        rates, launches = rates_of(_GPU, CPU_RATES[_CPU], subject.layout, "split"), Launches.of(counts)
+        moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs(), 0.0, NUM_SMS[_GPU])
+        partials = moved.partials / rates.memory
+        attention = launches.layer * rates.layer_launch_s + rates.latency_s + moved.attention / rates.memory
+        attention += moved.dense / rates.read.dense
+        serial = attention + 2 * partials + float(moved.select.mean()) / rates.read.select
+        once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.read.head
+        once += 4 * subject.layout.spec.vocab_size / rates.link
+        cpu_s = rates.call_s + launches.cpu * rates.launch_s
+        link_s = launches.link * rates.launch_s + partials
+        num_layers = len(subject.layout.experts)
+        return cls(once, num_layers, serial, attention, float(moved.here.mean()), rates, cpu_s, link_s)
+
+    def layer_s(self, missing: float, is_pulled: bool, whole: float = 0.0) -> tuple[float, float]:
+        """Returns the seconds of a layer, and those in which the link is busy, for so many missing bytes.
+
+        Args:    whole: bytes of experts that the CPU has as a whole.
+        """
+        rates, here_s = self.rates, (self.needed - missing) / self.rates.read.records
+        pulled = min(missing, (missing + whole) * rates.pulled_share) if is_pulled else 0.0
+        over_link = pulled / rates.link
+        link_s = over_link + self.link_s + pulled / rates.read.records if pulled else 0.0
+        cpu_s = self.cpu_s + (missing + whole - pulled) / rates.cpu
+        return self.serial_s + max(here_s, cpu_s, link_s), over_link
+
+    def pulled_s(self, missing: float) -> float:
+        """Returns the seconds of a layer whose missing bytes all come over the link, before its records run."""
+        return self.serial_s + missing / self.rates.link + self.needed / self.rates.read.records
+
+    def played_ms(self, found: Played, is_pulled: bool) -> float:
+        return self.token_ms(self.layer_s(found.missing * self.needed, is_pulled, found.whole * self.needed)[0])
+
+    def token_ms(self, layer_s: float) -> float:
+        return 1e3 * (self.once_s + self.num_layers * layer_s)
+
+    def ahead_s(self, found: Played, is_whole: bool) -> tuple[float, float]:
+        """Returns the seconds of a layer with records ahead, and the bytes that still are missing.
+
+        Args:    is_whole: whether they come in all the time that the link has left.
+        """
+        right, missing, whole = max(found.right, 1e-9), found.missing * self.needed, found.whole * self.needed
+        best = self.layer_s(missing, True, whole)[0], missing
+        for brought in np.linspace(0, found.foreseen * missing / right, 201)[1:]:
+            rest = missing - right * brought
+            layer_s, own_s = self.layer_s(rest, True, whole)
+            layer_s += 2 * self.rates.launch_s  # a router's product and the ranking, before the layer's own
+            window = layer_s - own_s if is_whole else self.attention_s
+            if brought / self.rates.link <= window:
+                best = min(best, (layer_s, rest))
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A mechanism: missing share of the bytes, and milliseconds of a token without and with it."""
+
+    share: float
+    name: str
+    missing: float
+    before_ms: float
+    ms: float
+
+
+def lines(subject: Recorded, times: Times, shares: Sequence[float]) -> Iterator[Line]:
+    """Yields the base and each mechanism for each share of the experts that fits."""
+    for share in shares:
+        for is_pulled in (True, False):
+            pulled_share = times.rates.pulled_share if is_pulled else 0.0
+            found = play(subject, subject.place(share, 0.0, is_pulled), None, pulled_share)
+            base = times.played_ms(found, is_pulled)
+            who = "link and CPU" if is_pulled else "CPU alone"
+            yield Line(share, f"static rows, {who}", found.lacking, base, base)
+            if is_pulled:
+                yield from _others(subject, times, share, found, base)
+            for dynamic in _SLOTS:
+                for policy in ("lru", "edgemoe"):
+                    placement = subject.place(share, dynamic, is_pulled)
+                    kept = play(subject, placement, policy, pulled_share)
+                    name, ms = f"+ slots in {dynamic:.0%}, {policy}, {who}", times.played_ms(kept, is_pulled)
+                    yield Line(share, name, kept.lacking, base, ms)
+            if is_pulled and found.right > 0:
+                for is_whole in (False, True):
+                    layer_s, rest = times.ahead_s(found, is_whole)
+                    name = "all time that the link has left" if is_whole else "attention's time"
+                    yield Line(
+                        share,
+                        f"+ records ahead in {name}",
+                        rest / times.needed + found.whole,
+                        base,
+                        times.token_ms(layer_s),
+                    )
+
+
+def _others(subject: Recorded, times: Times, share: float, found: Played, base: float) -> Iterator[Line]:
+    missing = (found.missing + found.whole) * times.needed
+    yield Line(share, "- the CPU's share", found.lacking, base, times.token_ms(times.pulled_s(missing)))
+    whole = play(subject, subject.place_whole(share), None, times.rates.pulled_share)
+    name = "- hottest rows: whole experts are static"
+    yield Line(share, name, whole.lacking, base, times.played_ms(whole, True))
+    alone, shared = (times.token_ms(times.pulled_s(_ROWS * part * missing)) for part in (1.0, found.distinct))
+    yield Line(share, f"+ records kept for {_ROWS} tokens", found.lacking * found.distinct, alone, shared)
+
+
+@click.command(help=__doc__)
+@click.argument("pack")
+@click.option("--model", type=click.Path(path_type=Path, exists=True), help="The checkpoint, for its tokenizer.")
+@click.option("--dimensions", type=click.Choice(list(_DIMENSIONS)), default=MIXTRAL.model, show_default=True)
+@click.option("--tokens", default=256, show_default=True, help="That are played.")
+@json_option
+def main(pack: str, model: Path | None, dimensions: str, tokens: int, as_json: bool) -> None:
+    """Prints the table."""
+    request = _DIMENSIONS[dimensions]
+    subject = drawn(request) if pack == "drawn" else recorded(Path(pack), model or Path(pack), tokens)
+    found = list(lines(subject, Times.of(request), _SHARES))
+    header = ["experts that fit", "mechanism", "missing bytes", "ms a token", "against the base"]
+    rows = [
+        [f"{each.share:.0%}", each.name, f"{each.missing:.1%}", f"{each.ms:.2f}", f"{each.before_ms / each.ms:.2f}"]
+        for each in found
+    ]
+    finish({"lines": [asdict(each) for each in found]}, table(header, rows), as_json)
+
+
+if __name__ == "__main__":
+    main()
