@@ -45,10 +45,11 @@ from moe_pack.runtime.model import NativeOperations
 from moe_pack.runtime.offload import PRESETS, Routing
 
 Array = NDArray[np.float64]
+Pulled = tuple[tuple[int, int], NDArray[np.int32]]  # layer and expert, and its missing neurons
 _DIMENSIONS = {MIXTRAL.model: MIXTRAL, QWEN3.model: QWEN3}
 _GPU, _CPU, _BUDGET = "H200", "DDR5", 11 << 30
 _SHARES = (0.25, 0.5, 0.75)  # of the experts' bytes
-_DRAWN_TOKENS = 48
+_DRAWN_TOKENS = 24
 _ROWS = 4  # of a pass
 _SLOTS = (0.05, 0.25, 1.0)  # of the memory
 
@@ -136,6 +137,13 @@ class Played:
         return self.missing + self.whole
 
 
+def _distinct_bytes(pulled: list[Pulled], sizes: NDArray[np.int64]) -> int:
+    by_expert = dict[tuple[int, int], list[NDArray[np.int32]]]()
+    for key, rows in pulled:
+        by_expert.setdefault(key, []).append(rows)
+    return sum(int(sizes[key]) * len(np.unique(np.concatenate(rows))) for key, rows in by_expert.items())
+
+
 def play(subject: Recorded, placement: GpuPlacement, policy: str | None, pulled_share: float) -> Played:
     """Plays tokens; records that a token brings are there for the token after the next.
 
@@ -147,7 +155,7 @@ def play(subject: Recorded, placement: GpuPlacement, policy: str | None, pulled_
     residency = None if policy is None else residency_of(placement, PRESETS[policy], popularity, f)
     at, needed, lacking, ahead, ahead_ran = static_table(placement, f), 0, 0, 0, 0
     coming, last = list[Promotion](), None
-    whole, lacked, distinct, of_pass = 0, 0, 0, set[tuple[int, int, int]]()
+    whole, lacked, distinct, of_pass = 0, 0, 0, list[Pulled]()
     sizes = np.array([[expert.records.row_bytes for expert in layer] for layer in subject.layout.experts])
     for number, token in enumerate(subject.tokens):
         missing, landed = dict[tuple[int, int], NDArray[np.int32]](), dict[int, NDArray[np.int32]]()
@@ -169,13 +177,13 @@ def play(subject: Recorded, placement: GpuPlacement, policy: str | None, pulled_
                     lacking -= len(gone) * int(sizes[l, expert])
                     gone = gone[:0]
                 lacked += len(gone) * int(sizes[l, expert])
-                of_pass |= {(l, expert, row) for row in gone.tolist()}
+                of_pass.append(((l, expert), gone))
                 pulled = min(round(pulled_share * len(gone)), num_landing + int(num_scratch[l]))
                 stays = min(pulled, num_landing)
                 landed[l][place, :stays], landed_counts[l, place] = gone[:stays], stays
                 missing[l, place] = gone[pulled:]
         if number % _ROWS == _ROWS - 1:
-            distinct += sum(int(sizes[l, expert]) for l, expert, _ in of_pass)
+            distinct += _distinct_bytes(of_pass, sizes)
             of_pass.clear()
         if residency is not None:
             if last is not None:
