@@ -70,7 +70,7 @@ def estimate_on_gpu(
     dense_s, dense_bytes = speed.dense_seconds(layout, machine, seen_tokens)
     runs = popularity * (layout.spec.router.num_experts_per_tok / popularity.sum(axis=1, keepdims=True))
     return speed.SpeedEstimate(
-        policy="lru",  # of slots, if none is asked for
+        policy="lru",  # the simplest: static rows need none
         hit_rate=1 - mean(missing) / mean(needed),
         misses=runs * missing / needed,
         fetched_bytes=mean(missing),
@@ -148,7 +148,7 @@ def pulled_records(
     of_experts, num_whole = lacking[chosen], (~placement.has_selector)[chosen].sum(axis=2, keepdims=True)
     more = 1 + num_whole * work[:, None] / np.maximum(of_experts.sum(axis=2, keepdims=True), 1)
     share = np.minimum(np.broadcast_to(pulled_share, lacking.shape)[chosen] * more, 1.0)
-    pulled: Array = np.minimum(share * of_experts, (placement.num_landing + placement.num_scratch)[:, None])
+    pulled: Array = np.minimum(share * of_experts, placement.num_scratch[:, None])
     return pulled
 
 
@@ -159,21 +159,14 @@ class RunningRows(NamedTuple):
     missing: Array
 
 
-def running_rows(placement: placements.GpuPlacement, heat: Array, needs_selector: bool = True) -> RunningRows:
+def running_rows(placement: placements.GpuPlacement, heat: Array) -> RunningRows:
     """Returns how many of an expert's records run for a token that chooses it.
 
-    Slots have a random part of their layer's missing records. Those that wait for pulled records have none, and the
-    records of an expert whose selector is missing are in none. Routes that repeat experts make slots worth more.
-    Args:    heat: [L, E, H], as in `estimate_on_gpu`.   needs_selector: False if missing selectors are pulled too.
+    Args:    heat: [L, E, H], as in `estimate_on_gpu`.
     """
     before, num_rows = placement.first_dynamic, placement.num_rows
     static = _rows_before(heat, before, num_rows)
-    missing = _rows_before(heat, np.full_like(before, num_rows), num_rows) - static
-    has_slots = placement.has_selector | (not needs_selector)
-    num_free = np.maximum(placement.num_slots - placements.NUM_TURNS * placement.num_active * placement.num_landing, 0)
-    num_missing = ((num_rows - before) * has_slots).sum(axis=1)
-    in_slots = np.minimum(num_free / np.maximum(num_missing, 1), 1.0)[:, None] * missing * has_slots
-    return RunningRows(static + in_slots, missing - in_slots)
+    return RunningRows(static, _rows_before(heat, np.full_like(before, num_rows), num_rows) - static)
 
 
 def _rows_before(heat: Array, number: Array, num_rows: int) -> Array:

@@ -21,7 +21,6 @@ from moe_pack.runtime.gpu import ahead, cpu_share, devices, fit, placements
 from moe_pack.runtime.gpu.token import engine as gpu_engine
 from moe_pack.runtime.gpu.token import fused
 from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
-from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.prefetch import methods_by_layer
 
 MOST_ROWS = 8  # tokens of a graph; there is one for each number
@@ -180,7 +179,7 @@ def _helping_kernels(setup: built.Setup, stack: ExitStack) -> cpu.Kernels | None
 def choose_inputs(
     setup: built.Setup, run: GpuRun, sharing: Sharing, drafts: bool = False
 ) -> tuple[gpu_engine.GpuInputs, offload.Preset]:
-    """Decides by which policy records come and go on the GPU; returns the engine's inputs, and the policy.
+    """Decides what is predicted on the GPU; returns the engine's inputs, and the policy.
 
     Args:    drafts: whether several tokens of a sequence are verified together.
     """
@@ -211,10 +210,7 @@ def choose_inputs(
         pulled_share=share,
         link_rate=sharing.link_rate,
         popularity=popularity,
-        eviction=lambda facts: eviction_of(preset, facts),
-        dynamic_share=placements.DYNAMIC_SHARE if preset.keeps else 0.0,
         is_fast=options.numerics == "fast",
-        needs_scores=preset.needs_scores,
         prediction=_prediction(setup, preset, routing, sharing.misses),
         alpha=options.approximations.substitute,
         by_expert=preset.balances and share > 0,

@@ -113,8 +113,9 @@ class EngineOptions:
     policy: Literal["auto"] | offload.PolicyName = commands.option_field(
         "auto",
         "--policy",
-        help="Which experts stay in memory and which are prefetched. auto evicts by the policy that has the most "
-        "hits on the routes of the attached profile, and predicts by the method that is best in the profile.",
+        help="Which experts stay in memory and which are prefetched; on a GPU only the latter. auto evicts by the "
+        "policy that has the most hits on the routes of the attached profile, and predicts by the method that is best "
+        "in the profile.",
     )
     prefetches: bool = commands.option_field(
         True, "--no-prefetch", help="Read an expert only after its router has chosen it."

@@ -232,7 +232,7 @@ def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
     use, counts = gpu.use, gpu.counts
     lines = [
         ("GPU memory", f"{size_text(use.budget)}, {size_text(gpu.used_bytes)} in use"),
-        ("for experts", f"{size_text(use.experts)}, {size_text(use.dynamic)} of it for rows that come and go"),
+        ("for experts", f"{size_text(use.experts)}, {size_text(use.dynamic)} of it for rows on their way"),
         ("overhead", f"{size_text(use.overhead)}, as measured: driver, kernels and workspace"),
         ("page-locked", f"{size_text(gpu.locked_bytes)} of host memory"),
         ("missing rows", _MISSES[gpu.misses]),

@@ -47,44 +47,27 @@ class Exchange:
     experts: Tensor  # int32 [T, k]
     y: Tensor  # float32 [T, d], the sum of what the CPU has computed
     a: Tensor  # float32 [T, k, f]
-    counts: Tensor  # int32 [T * turns, L, k], of all of `left`; so are the next two
+    counts: Tensor  # int32 [T * turns, L, k], of all of `left`; so is the next
     neurons: Tensor  # int32 [T * turns, L, k, f]
-    pulled_counts: Tensor  # int32 [T * turns, L, k]; the first token alone fills slots
     left: tuple[tuple[LeftToCpu, ...], ...]  # [T * turns][L]
 
     @classmethod
     def allocate(cls, pack: Pack, placement: placements.GpuPlacement, is_locked: bool, num_rows: int = 1) -> "Exchange":
         """Allocates the memory of so many tokens, page-locked if a GPU uses it."""
         d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
-        num_layers, f = len(placement.num_slots), pack.spec.expert.intermediate_size
+        num_layers, f = len(placement.slot_bytes), pack.spec.expert.intermediate_size
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=is_locked)
 
         a, num_lists = zeros(num_rows, k, f, dtype=torch.float32), num_rows * placements.NUM_TURNS
-        counts, pulled_counts = (zeros(num_lists, num_layers, k) for _ in range(2))
-        neurons = zeros(num_lists, num_layers, k, f)
-        num_landing = placement.num_landing.tolist()
-        pulled = zeros(placements.NUM_TURNS, k * sum(num_landing))
-        ends = np.cumsum([k * number for number in num_landing])
+        counts, neurons = zeros(num_lists, num_layers, k), zeros(num_lists, num_layers, k, f)
         left = tuple(
-            tuple(
-                LeftToCpu(
-                    counts=counts[at, l],
-                    neurons=neurons[at, l],
-                    a=a[at // placements.NUM_TURNS],
-                    pulled_counts=pulled_counts[at, l],
-                    # Later tokens have no slots.
-                    pulled=pulled[at % placements.NUM_TURNS, ends[l] - k * number : ends[l]].view(k, number)
-                    if at < placements.NUM_TURNS
-                    else pulled[0, :0].view(k, 0),
-                )
-                for l, number in enumerate(num_landing)
-            )
+            tuple(LeftToCpu(counts[at, l], neurons[at, l], a[at // placements.NUM_TURNS]) for l in range(num_layers))
             for at in range(num_lists)
         )
         x, y, weights = (zeros(num_rows, n, dtype=torch.float32) for n in (d, d, k))
-        return cls(x, weights, zeros(num_rows, k), y, a, counts, neurons, pulled_counts, left)
+        return cls(x, weights, zeros(num_rows, k), y, a, counts, neurons, left)
 
     def of_row(self, row: int) -> "Exchange":
         """Returns the memory of one of the tokens, as that of a graph of one: T is 1."""
@@ -94,7 +77,6 @@ class Exchange:
             **each,
             counts=self.counts[turns],
             neurons=self.neurons[turns],
-            pulled_counts=self.pulled_counts[turns],
             left=self.left[turns],
         )
 

@@ -154,7 +154,7 @@ class GpuMemoryUse:
     dense: int
     cache: int
     experts: int
-    dynamic: int  # the part of `experts` for rows that come and go; the others are resident for the whole run
+    dynamic: int  # the part of `experts` for rows on their way; the others are resident for the whole run
     overhead: int  # measured, everything that is none of the others
 
     @property
@@ -172,11 +172,10 @@ class GpuCounts:
     pulled: int = 0  # over the link
     left: int = 0  # by the CPU
     whole: int = 0  # experts that the CPU selected and computed whole
-    promoted: int = 0  # records that were copied while tokens ran
     ahead: int = 0  # records that were pulled before their layer, because its experts were predicted
     ahead_ran: int = 0  # of these, the ones that were needed
     changed: int = 0  # experts that ran in place of the routers'
-    link_bytes: int = 0  # of pulled and promoted records, those pulled ahead too
+    link_bytes: int = 0  # of pulled records, those pulled ahead too
     cpu_seconds: float = 0.0  # in which the CPU computed
 
 

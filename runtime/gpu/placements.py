@@ -1,9 +1,10 @@
 """The division of a GPU's memory for experts: rows that are resident for the whole run, and memory for all others.
 
 Only numbers: nothing is allocated here. The fractional knapsack of `runtime.offload.budgets` chooses the *static* rows:
-whole selectors and the first records of each expert, which packs store hottest first. *Dynamic* memory has slots of one
-record each, a layer's own, scratch memory for pulled records of one layer without a slot, and memory for records that
-are pulled before their layer begins. In passes of many tokens it holds whole experts on their way.
+whole selectors and the first records of each expert, which packs store hottest first. They stay for the whole run:
+memory whose records came and went between tokens gained 2% at most (docs/benchmarks/gpu.md). *Dynamic* memory has
+scratch memory for pulled records of one layer, and memory for records that are pulled before their layer begins. In
+passes of many tokens it holds whole experts on their way.
 """
 
 from dataclasses import dataclass
@@ -21,19 +22,13 @@ Array = NDArray[Any]
 # link; or the CPU's own engine, which reads experts from the disk and computes whole ones.
 Misses = Literal["pull", "split", "disk"]
 
-NUM_TURNS = 2  # the host looks at what one token left while the next one runs
+NUM_TURNS = 2  # of page-locked memory: the host reads what one token left while the next one runs
 REACH_BYTES = 16 * (2**31 - 1)  # of offsets in units of 16 bytes in 32 bits; in more memory they have 64
-# Of the memory for experts. The less, the less the CPU reads on the demo model (docs/benchmarks/papers.md), but a
-# prompt's experts stream through it.
-DYNAMIC_SHARE = 0.05
-# Of a layer's slots, those that wait for the records that one of two tokens pulls; the others keep what came before.
-_LANDING_SHARE, _MOST_LANDING = 0.125, 256
-# Of the slots' memory, if the link brings a share: for pulled records of one layer that do not stay.
-_SCRATCH_SHARE = 0.5
-# Of the slots' memory, at most, if several tokens run at once: for records that one pulls and others use too.
+DYNAMIC_SHARE = 0.05  # of the memory for experts: a prompt's experts stream through it
+# Of the dynamic memory, at most, if several tokens run at once: for records that one pulls and others use too.
 _KEPT_SHARE = 0.5
-# Of the slots' memory, if experts are predicted: for records that are pulled ahead, of two layers.
-_AHEAD_SHARE = 0.25
+# Of the dynamic memory, at most, if experts are predicted: for records that are pulled ahead, of two layers.
+_AHEAD_SHARE = 0.5
 # What a record is worth, where a selector that is read as often is worth 1. If the link pulls missing records, a
 # selector is worth more: without it the CPU computes the whole expert, and the link brings nothing of it. Of 0.02 to 1,
 # 0.5 gives the fastest predictions on average, by `predict` of tests/bench/gpu/roofline.py.
@@ -52,14 +47,12 @@ class GpuPlacement:
     has_selector: Array  # bool [L, E], whether an expert's selector is resident; True if none is stored
     first_dynamic: Array  # int64 [L, E], the records before it are resident
     static_bytes: Array  # int64 [L], of resident rows as they are laid out
-    num_slots: Array  # int64 [L], of a layer's records that came later
-    slot_bytes: Array  # int64 [L], of one of them
-    num_landing: Array  # int64 [L], slots that each of a token's experts can fill by pulling, in either of two turns
-    num_scratch: Array  # int64 [L], records of each that can be pulled without staying
+    slot_bytes: Array  # int64 [L], of the memory for one of a layer's records
+    num_scratch: Array  # int64 [L], records of each of a token's experts that can be pulled
     num_ahead: Array  # int64 [L], records that can be pulled ahead for each predicted expert, in either of two halves
-    scratch_bytes: int  # for rows of one layer; pulled records that do not stay come first
-    ahead_bytes: int  # for records that are pulled ahead
-    dynamic_bytes: int  # of scratch memory, slots and records pulled ahead together, in this order
+    scratch_bytes: int  # for rows of one layer; it is the beginning of dynamic memory
+    ahead_bytes: int  # for records that are pulled ahead, at its end
+    dynamic_bytes: int
     other_bytes: int  # of tables
     offset_bytes: int  # of each offset in them
     num_rows: int
@@ -97,10 +90,10 @@ def place_experts(
     rows that are read most are static. With `misses` disk whole experts are static.
     Args:    popularity: [L, E], in any unit; None: all equal.   heat: [L, E, H], the share of tokens for which a row
              runs, in each of H equal slices of an expert's rows; None: all rows are read equally often.   has_link:
-             bool [L], layers whose experts a GPU can read in host memory: only these have slots; None: all.
+             bool [L], layers whose experts a GPU can read in host memory: only these are pulled; None: all.
              is_pulled: whether the link brings some of a token's missing records.   num_predicted: experts of each
              layer for which records are pulled ahead.   offset_bytes: from `offset_bytes_for`.   num_rows: tokens that
-             run at once, at most; with several, memory that slots would have keeps pulled records for a layer.
+             run at once, at most; with several, a part of the dynamic memory keeps pulled records for a layer.
     Raises:  RunError if the dynamic memory does not fit; it says what is needed.
     """
     sizes = _Sizes.of(layout, misses, has_link, num_predicted, is_pulled, offset_bytes, num_rows > 1)
@@ -117,7 +110,7 @@ def place_experts(
         )
     shape = sizes.record_rows.shape
     popularity = np.ones(shape) if popularity is None else popularity
-    # Where tables take nearly everything, slots get less than their share: what the tables leave.
+    # Where tables take nearly everything, dynamic memory gets less than its share: what they leave.
     share_bytes = min(int(dynamic_share * expert_bytes), expert_bytes - sizes.other_bytes)
     dynamic_bytes = max(least.dynamic_bytes, share_bytes) // LINE_BYTES * LINE_BYTES
     static_bytes = expert_bytes - sizes.other_bytes - dynamic_bytes - LINE_BYTES * shape[0] * shape[1]
@@ -238,25 +231,22 @@ class _Sizes:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of tables: offsets of rows, of slots to pull into, kinds, thresholds, biases of down."""
+        """Bytes of tables: offsets of rows, kinds, thresholds, biases of down."""
         L, E = self.record_rows.shape
         offsets = self.offset_bytes * self.num_rows * L * E * (1 + bool(self.selector_rows.any()))
-        landing = NUM_TURNS * self.offset_bytes * L * self.num_active * _MOST_LANDING
-        return int(offsets + landing + L * (_TABLES_A_LAYER * LINE_BYTES + 24 * E) + self.extra_bytes * L * E)
+        return int(offsets + L * (_TABLES_A_LAYER * LINE_BYTES + 24 * E) + self.extra_bytes * L * E)
 
     def whole(self) -> GpuPlacement:
         shape = self.record_rows.shape
         return self.placement(np.ones(shape, bool), np.full(shape, self.num_rows), 0)
 
     def least(self) -> GpuPlacement:
-        """Returns the placement without static rows, with slots for everything that a larger one has slots for."""
+        """Returns the placement without static rows, with memory for everything that a larger one has memory for."""
         has_selector = self.selector_rows == 0
         first = np.zeros_like(self.selector_rows)
-        num_slots = 2 * self.num_predicted * bool(self.has_link.any())
-        if self.misses == "split":
-            num_slots += (NUM_TURNS * self.num_active + 1) * int(self.has_link.sum())
-            num_slots *= 1 + self.is_pulled  # half is scratch memory
-        dynamic_bytes = num_slots * int(self.record_rows.max())
+        num_pulled = self.num_active * (self.misses == "split" and self.is_pulled)
+        num_records = num_pulled + 2 * self.num_predicted if self.has_link.any() else 0
+        dynamic_bytes = num_records * int(self.record_rows.max())
         if self.misses == "pull":
             dynamic_bytes += self._scratch_bytes(has_selector, first)
         dynamic_bytes = max(dynamic_bytes, int(self.expert_bytes.max()))
@@ -279,43 +269,30 @@ class _Sizes:
         return self.placement(has_selector, first, dynamic_bytes)
 
     def placement(self, has_selector: Array, first_dynamic: Array, dynamic_bytes: int) -> GpuPlacement:
-        """Returns the placement with these static rows, and slots in the dynamic memory that scratch memory leaves."""
+        """Returns the placement with these static rows, and the division of so much dynamic memory."""
         static = np.where(has_selector, self.selector_rows * self.num_rows, 0) + first_dynamic * self.record_rows
-        missing = (self.num_rows - first_dynamic) * self.record_rows
+        is_missing = np.asarray((first_dynamic < self.num_rows).any(axis=1))
         slot_bytes = self.record_rows.max(axis=1)
-        is_missing, num_scratch = missing.any(axis=1), np.full_like(slot_bytes, self.num_rows)
-        scratch_bytes, slots_bytes, kept_bytes = 0, dynamic_bytes, 0
+        of_place, num_scratch = self.num_active * slot_bytes, np.full_like(slot_bytes, self.num_rows)
+        scratch_bytes = kept_bytes = 0
         if self.misses == "pull" and dynamic_bytes:
             scratch_bytes = self._scratch_bytes(has_selector, first_dynamic)
-            if self.has_many:
-                most = min(_KEPT_SHARE * (dynamic_bytes - scratch_bytes), self._all_pulled_bytes(first_dynamic))
-                kept_bytes = int(most) // LINE_BYTES * LINE_BYTES
-                scratch_bytes += kept_bytes
-        else:
-            of_place = self.num_active * slot_bytes
-            most = np.minimum(_SCRATCH_SHARE * dynamic_bytes // of_place, self.num_rows).astype(np.int64)
+        num_ahead, ahead_bytes = self._ahead(is_missing, dynamic_bytes - scratch_bytes)
+        if self.misses != "pull":
+            most = np.minimum((dynamic_bytes - ahead_bytes) // of_place, self.num_rows)
             num_scratch = np.where(is_missing, most * (self.has_link & self.is_pulled), num_scratch)
             scratch_bytes = int(-(-(num_scratch * of_place * is_missing).max() // LINE_BYTES) * LINE_BYTES)
-        slots_bytes -= scratch_bytes
-        num_ahead, ahead_bytes = np.zeros_like(slot_bytes), 0
-        if self.num_predicted:
-            of_place = 2 * self.num_predicted * slot_bytes
-            most = np.minimum(np.maximum(_AHEAD_SHARE * slots_bytes // of_place, 1), self.num_rows).astype(np.int64)
-            num_ahead = most * (self.has_link & is_missing & (of_place <= slots_bytes))
-            ahead_bytes = int((num_ahead * of_place).max())
-            slots_bytes -= ahead_bytes
-        missing_bytes = missing.sum(axis=1) * self.has_link
-        shares = slots_bytes * (missing_bytes / max(missing_bytes.sum(), 1))
-        num_slots = np.minimum(shares // slot_bytes, (self.num_rows - first_dynamic).sum(axis=1)).astype(np.int64)
-        landing = np.maximum(_LANDING_SHARE * num_slots / self.num_active, num_slots >= NUM_TURNS * self.num_active)
+        elif dynamic_bytes and self.has_many:
+            free_bytes = dynamic_bytes - scratch_bytes - ahead_bytes
+            most = min(_KEPT_SHARE * free_bytes, self._all_pulled_bytes(first_dynamic))
+            kept_bytes = int(most) // LINE_BYTES * LINE_BYTES
+            scratch_bytes += kept_bytes
         return GpuPlacement(
             misses=self.misses,
             has_selector=has_selector,
             first_dynamic=first_dynamic,
             static_bytes=(-(-static // LINE_BYTES) * LINE_BYTES).sum(axis=1),
-            num_slots=num_slots,
             slot_bytes=slot_bytes,
-            num_landing=np.minimum(landing.astype(np.int64), _MOST_LANDING),
             num_scratch=num_scratch,
             num_ahead=num_ahead,
             scratch_bytes=scratch_bytes,
@@ -328,6 +305,16 @@ class _Sizes:
             num_predicted=self.num_predicted,
             kept_bytes=kept_bytes,
         )
+
+    def _ahead(self, is_missing: Array, free_bytes: int) -> tuple[Array, int]:
+        """Returns how many records of each layer's predicted experts can be pulled ahead, and the bytes for them."""
+        slot_bytes = self.record_rows.max(axis=1)
+        if not self.num_predicted:
+            return np.zeros_like(slot_bytes), 0
+        of_place = 2 * self.num_predicted * slot_bytes
+        most = np.minimum(np.maximum(_AHEAD_SHARE * free_bytes // of_place, 1), self.num_rows).astype(np.int64)
+        num_ahead = most * (self.has_link & is_missing & (of_place <= free_bytes))
+        return num_ahead, int((num_ahead * of_place).max())
 
     def _scratch_bytes(self, has_selector: Array, first_dynamic: Array) -> int:
         """Returns the bytes for the missing rows of a token's experts of one layer, in slots of the largest record."""

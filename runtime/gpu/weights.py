@@ -1,8 +1,8 @@
 """A pack's weights in a GPU's memory: dense matrices as they are stored, and rows of experts.
 
 `ExpertMemory` is one allocation: rows that are resident for the whole run, memory for the others, and tables of the
-rows' places. `placements` divides it, `residency` decides on the slots, and `prefill` uses the same memory for experts
-on their way. Importing this needs Triton.
+rows' places. `placements` divides it, and `prefill` uses its dynamic part for experts on their way. Importing this
+needs Triton.
 """
 
 from itertools import chain
@@ -104,31 +104,24 @@ class ExpertMemory:
         """
         assert placement.num_bytes <= placements.REACH_BYTES or placement.offset_bytes == 8, "offsets reach all rows"
         memory = _Memory(placement.num_bytes, device)
-        num_layers = len(placement.num_slots)
+        num_layers = len(placement.slot_bytes)
         self.placement, self.device = placement, device
         self.num_bytes = placement.num_bytes  # of the allocation
         static = [memory.take(int(num_bytes)) for num_bytes in placement.static_bytes]
         dynamic = memory.take(placement.dynamic_bytes)
         self.arena = memory.bytes
-        # Where the dynamic memory begins, and in it each layer's slots, int64 [L], both in units of 16 bytes.
-        self.dynamic_at = memory.begin_of(dynamic) // 16
-        slots_bytes = placement.num_slots * placement.slot_bytes
-        slots_begin = memory.begin_of(dynamic) + placement.scratch_bytes
-        self.slots_at: NDArray[np.int64] = (slots_begin + np.cumsum(slots_bytes) - slots_bytes) // 16
+        self.dynamic_at = memory.begin_of(dynamic) // 16  # where the dynamic memory begins, in units of 16 bytes
         shape = (num_layers, pack.spec.router.num_experts, pack.spec.expert.intermediate_size)
         dtype = np.int32 if placement.offset_bytes == 4 else np.int64
-        self.static_at = np.full(shape, -1, dtype)  # [L, E, f], the table of records if no slot has one
-        selector_at = np.full(shape, -1, dtype)
+        record_at, selector_at = np.full(shape, -1, dtype), np.full(shape, -1, dtype)
         for l, part in enumerate(static):
-            _copy_static(pack, l, placement, host, part, memory.begin_of(part), selector_at[l], self.static_at[l])
+            _copy_static(pack, l, placement, host, part, memory.begin_of(part), selector_at[l], record_at[l])
         # [L, E, f] on the device, int32 or int64, which the layers' tables are parts of.
-        self.record_at = memory.put(torch.from_numpy(self.static_at))
+        self.record_at = memory.put(torch.from_numpy(record_at))
         has_selector = pack.layout.experts[0][0].selector is not None
         on_device = memory.put(torch.from_numpy(selector_at)) if has_selector else None
-        self.landing_slots = memory.put(
-            torch.zeros(int(placement.num_active * placement.num_landing.sum()), dtype=self.record_at.dtype)
-        )
-        self.landing = self._landing(placement)
+        sizes = zip(placement.num_scratch.tolist(), placement.slot_bytes.tolist(), strict=True)
+        self.landing = tuple(tables.Landing(self.dynamic_at, number, size // 16) for number, size in sizes)
         self.layers: tuple[tables.LayerTables, ...] = tuple(
             _tables(pack, l, placement, memory, None if on_device is None else on_device[l], self.record_at[l])
             for l in range(num_layers)
@@ -141,16 +134,7 @@ class ExpertMemory:
     def close(self) -> None:
         """Releases the device's memory, which is freed with the last tensor that refers to it."""
         self.layers, self.landing = (), ()
-        self.arena = self.record_at = self.landing_slots = torch.empty(0)
-
-    def _landing(self, placement: placements.GpuPlacement) -> tuple[tables.Landing, ...]:
-        k, found, end = placement.num_active, [], 0
-        sizes = (placement.num_landing.tolist(), placement.num_scratch.tolist(), placement.slot_bytes.tolist())
-        for num_landing, num_scratch, slot_bytes in zip(*sizes, strict=True):
-            begin, end = end, end + k * num_landing
-            slots = self.landing_slots[begin:end].view(k, num_landing)
-            found.append(tables.Landing(slots, self.dynamic_at, num_scratch, slot_bytes // 16))
-        return tuple(found)
+        self.arena = self.record_at = torch.empty(0)
 
 
 class _Memory:

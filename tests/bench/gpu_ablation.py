@@ -6,10 +6,8 @@
 A pack of a trained model runs a text token by token, and notes which experts are chosen and which of their neurons run;
 `drawn` draws both at the dimensions of a published model. The tokens are then played in GPU memory for a share of the
 experts. The base is static rows alone: the link pulls a share of the missing rows, and the CPU computes the others.
-Every other line adds one mechanism in the same memory:
+Every other line adds one mechanism in the same memory, or takes one away:
 
-- slots, whose records come and go as `runtime.gpu.residency` decides: pulled records stay (landing slots), or where
-  nothing is pulled, records are promoted while tokens run
 - the CPU's share: without it the link brings everything
 - whole experts in place of the hottest rows of all
 - records kept for a pass of four tokens (drafts): one pulls a record, and all use it; milliseconds are the pass's
@@ -33,16 +31,15 @@ from gpu.packs import MIXTRAL, QWEN3, PackRequest
 from gpu.roofline import CPU_RATES, NUM_SMS, Launches, Rates, Subject, moved_bytes, rates_of
 from gpu_roofline import COUNTS, Counts
 from numpy.typing import NDArray
-from support.played_slots import PlayedToken, recorded_tokens, residency_of, static_table
+from support.played_memory import PlayedToken, recorded_tokens, static_table
 
 from moe_pack.convert.plan.speed import drawn_passes
 from moe_pack.formats import Pack, PackLayout
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.engine.offloaded import popularity_shares
 from moe_pack.runtime.gpu.placements import GpuPlacement, place_experts, usual_heat
-from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, TokenRoutes
 from moe_pack.runtime.model import NativeOperations
-from moe_pack.runtime.offload import PRESETS, Routing
+from moe_pack.runtime.offload import Routing
 
 Array = NDArray[np.float64]
 Pulled = tuple[tuple[int, int], NDArray[np.int32]]  # layer and expert, and its missing neurons
@@ -51,7 +48,6 @@ _GPU, _CPU, _BUDGET = "H200", "DDR5", 11 << 30
 _SHARES = (0.25, 0.5, 0.75)  # of the experts' bytes
 _DRAWN_TOKENS = 24
 _ROWS = 4  # of a pass
-_SLOTS = (0.05, 0.25, 1.0)  # of the memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,12 +63,11 @@ class Recorded:
     def num_rows(self) -> int:
         return self.layout.experts[0][0].num_rows
 
-    def place(self, share: float, dynamic_share: float, is_pulled: bool) -> GpuPlacement:
+    def place(self, share: float, is_pulled: bool) -> GpuPlacement:
         """Returns the placement with a share of the experts' bytes for rows; tables come on top."""
 
         def placed(num_bytes: int) -> GpuPlacement:
-            given = (dynamic_share, None, is_pulled)
-            return place_experts(self.layout, num_bytes, "split", self.popularity, self.heat, *given)
+            return place_experts(self.layout, num_bytes, "split", self.popularity, self.heat, is_pulled=is_pulled)
 
         return placed(int(share * self._num_bytes) + placed(1 << 62).other_bytes)
 
@@ -120,7 +115,7 @@ def drawn(request: PackRequest) -> Recorded:
 class Played:
     """Shares of bytes: of running records in `missing` and `whole`, of the missing ones in the others.
 
-    `missing`: those that no static row and no slot has.   `whole`: those of experts that the CPU has as a whole, with
+    `missing`: those that are not static.   `whole`: those of experts that the CPU has as a whole, with
     their selectors.   `foreseen`: predicted ones.   `right`: of all that a prediction would bring, those that ran.
     `distinct`: different ones among those that four tokens lack.
     """
@@ -144,60 +139,27 @@ def _distinct_bytes(pulled: list[Pulled], sizes: NDArray[np.int64]) -> int:
     return sum(int(sizes[key]) * len(np.unique(np.concatenate(rows))) for key, rows in by_expert.items())
 
 
-def play(subject: Recorded, placement: GpuPlacement, policy: str | None, pulled_share: float) -> Played:
-    """Plays tokens; records that a token brings are there for the token after the next.
-
-    Args:    policy: of slots; None: there are none.   pulled_share: of missing records; 0: nothing is pulled, and
-             records are promoted.
-    """
-    f, num_scratch = subject.num_rows, placement.num_scratch
-    popularity = subject.popularity.astype(np.float64)
-    residency = None if policy is None else residency_of(placement, PRESETS[policy], popularity, f)
-    at, needed, lacking, ahead, ahead_ran = static_table(placement, f), 0, 0, 0, 0
-    coming, last = list[Promotion](), None
+def play(subject: Recorded, placement: GpuPlacement) -> Played:
+    at, needed, lacking, ahead, ahead_ran = static_table(placement, subject.num_rows), 0, 0, 0, 0
     whole, lacked, distinct, of_pass = 0, 0, 0, list[Pulled]()
     sizes = np.array([[expert.records.row_bytes for expert in layer] for layer in subject.layout.experts])
     for number, token in enumerate(subject.tokens):
-        missing, landed = dict[tuple[int, int], NDArray[np.int32]](), dict[int, NDArray[np.int32]]()
-        landed_counts = np.zeros(token.experts.shape, np.int64)
         for l, layer in enumerate(token.neurons):
             would = {e: rows[at[l, e, rows] < 0] for e, rows in token.predicted[l] if placement.has_selector[l, e]}
             ahead += sum(len(rows) * int(sizes[l, e]) for e, rows in would.items())
-            num_landing = int(placement.num_landing[l])
-            landed[l] = np.zeros((len(layer), num_landing), np.int32)
-            for place, rows in enumerate(layer):
-                expert = int(token.experts[l, place])
-                is_here = (at[l, expert, rows] >= 0) & placement.has_selector[l, expert]
-                gone = rows[~is_here]
+            for expert, rows in zip(token.experts[l].tolist(), layer, strict=True):
+                gone, has_selector = rows[at[l, expert, rows] < 0], placement.has_selector[l, expert]
                 needed += len(rows) * int(sizes[l, expert])
+                if not has_selector:
+                    whole += len(rows) * int(sizes[l, expert]) + subject.layout.experts[l][expert].selector_bytes
+                    continue
                 lacking += len(gone) * int(sizes[l, expert])
                 ahead_ran += int(np.isin(gone, would.get(expert, gone[:0])).sum()) * int(sizes[l, expert])
-                if not placement.has_selector[l, expert]:
-                    whole += len(gone) * int(sizes[l, expert]) + subject.layout.experts[l][expert].selector_bytes
-                    lacking -= len(gone) * int(sizes[l, expert])
-                    gone = gone[:0]
-                lacked += len(gone) * int(sizes[l, expert])
                 of_pass.append(((l, expert), gone))
-                pulled = min(round(pulled_share * len(gone)), num_landing + int(num_scratch[l]))
-                stays = min(pulled, num_landing)
-                landed[l][place, :stays], landed_counts[l, place] = gone[:stays], stays
-                missing[l, place] = gone[pulled:]
         if number % _ROWS == _ROWS - 1:
+            lacked += sum(len(rows) * int(sizes[key]) for key, rows in of_pass)
             distinct += _distinct_bytes(of_pass, sizes)
             of_pass.clear()
-        if residency is not None:
-            if last is not None:
-                turn, routes, counts, rows_of = last
-                residency.pulled(turn, routes.experts, counts, rows_of.__getitem__)
-                residency.arrived(coming)
-                coming = residency.decide(routes, 0 if pulled_share else MOST_KEPT)
-                changes = residency.changes()
-                at.reshape(-1)[changes.places] = changes.values
-            left = np.zeros(token.experts.shape, np.int64)
-            for key, rows in missing.items():
-                left[key] = len(rows)
-            routes = TokenRoutes(token.experts, left, lambda l, place, missing=missing: missing[l, place], None)  # type: ignore[misc]  # bound now
-            last = number % 2, routes, landed_counts, landed
     return Played(
         lacking / needed,
         whole / needed,
@@ -290,36 +252,24 @@ def lines(subject: Recorded, times: Times, shares: Sequence[float]) -> Iterator[
     """Yields the base and each mechanism for each share of the experts that fits."""
     for share in shares:
         for is_pulled in (True, False):
-            pulled_share = times.rates.pulled_share if is_pulled else 0.0
-            found = play(subject, subject.place(share, 0.0, is_pulled), None, pulled_share)
+            found = play(subject, subject.place(share, is_pulled))
             base = times.played_ms(found, is_pulled)
             who = "link and CPU" if is_pulled else "CPU alone"
             yield Line(share, f"static rows, {who}", found.lacking, base, base)
             if is_pulled:
                 yield from _others(subject, times, share, found, base)
-            for dynamic in _SLOTS:
-                for policy in ("lru", "edgemoe"):
-                    placement = subject.place(share, dynamic, is_pulled)
-                    kept = play(subject, placement, policy, pulled_share)
-                    name, ms = f"+ slots in {dynamic:.0%}, {policy}, {who}", times.played_ms(kept, is_pulled)
-                    yield Line(share, name, kept.lacking, base, ms)
             if is_pulled and found.right > 0:
                 for is_whole in (False, True):
                     layer_s, rest = times.ahead_s(found, is_whole)
                     name = "all time that the link has left" if is_whole else "attention's time"
-                    yield Line(
-                        share,
-                        f"+ records ahead in {name}",
-                        rest / times.needed + found.whole,
-                        base,
-                        times.token_ms(layer_s),
-                    )
+                    missing, ms = rest / times.needed + found.whole, times.token_ms(layer_s)
+                    yield Line(share, f"+ records ahead in {name}", missing, base, ms)
 
 
 def _others(subject: Recorded, times: Times, share: float, found: Played, base: float) -> Iterator[Line]:
     missing = (found.missing + found.whole) * times.needed
     yield Line(share, "- the CPU's share", found.lacking, base, times.token_ms(times.pulled_s(missing)))
-    whole = play(subject, subject.place_whole(share), None, times.rates.pulled_share)
+    whole = play(subject, subject.place_whole(share))
     name = "- hottest rows: whole experts are static"
     yield Line(share, name, whole.lacking, base, times.played_ms(whole, True))
     alone, shared = (times.token_ms(times.pulled_s(_ROWS * part * missing)) for part in (1.0, found.distinct))

@@ -192,7 +192,7 @@ def _launches(counts: Counts) -> Iterator[str]:
         "pass. In mode `split` a part of the records is missing, and the link and the CPU "
         "share them; in `pull` the link brings all of them; in `resident` nothing is missing. *Copies* are between GPU "
         "and host. One CUDA graph has all of these. The host starts it once and waits once, for its end; *waits* also "
-        "counts reads of GPU memory by the host. Copies of promoted records are not counted: no token waits for them."
+        "counts reads of GPU memory by the host."
     )
     kinds = (
         lambda launch: launch.name in (TO_GPU, TO_HOST),
@@ -258,9 +258,7 @@ def _assumptions() -> Iterator[str]:
             "- Experts are as popular as in the synthetic packs of `make gpu-check` (Zipf's law with exponent "
             f"{SKEW:g}), and routes are drawn independently. Rows are placed by `place_experts` with `usual_heat`.",
             "- If an expert's selector is missing, the CPU selects and computes the whole expert: nothing of it is "
-            "pulled, and slots have none of its records. With `pull` the selector is pulled too.",
-            "- Slots have a random part of the other missing records. The routes of a real model repeat experts, which "
-            "makes slots worth more. Promotions take no time.",
+            "pulled. With `pull` the selector is pulled too.",
         )
     )
 

@@ -73,14 +73,13 @@ def slow_machine(ram_bytes: int | None = None) -> Machine:
 def placement(misses: Misses = "split", num_first: int = 32) -> GpuPlacement:
     """The first expert has 32 static rows and the second not even its selector; the third is resident.
 
-    2 * 2 * 4 of 32 slots wait for pulled records.
+    Of each of a token's experts 6 records can be pulled.
     """
     first_dynamic, zeros = np.array([[num_first, 0, 64]]), np.zeros(1, np.int64)
     return GpuPlacement(
-        misses, np.array([[True, False, True]]), first_dynamic, zeros, num_slots=zeros + 32 * (misses == "split"),
-        slot_bytes=zeros, num_landing=zeros + 4 * (misses == "split"), num_scratch=zeros, num_ahead=zeros,
-        scratch_bytes=0, ahead_bytes=0, dynamic_bytes=1, other_bytes=0, offset_bytes=4, num_rows=64, num_active=2,
-        num_predicted=0,
+        misses, np.array([[True, False, True]]), first_dynamic, zeros, slot_bytes=zeros,
+        num_scratch=zeros + 6 * (misses == "split"), num_ahead=zeros, scratch_bytes=0, ahead_bytes=0, dynamic_bytes=1,
+        other_bytes=0, offset_bytes=4, num_rows=64, num_active=2, num_predicted=0,
     )  # fmt: skip
 
 
@@ -90,17 +89,15 @@ def estimated(placed: GpuPlacement, machine: Machine, *routes: tuple[int, int]) 
 
 
 def test_a_layer_takes_the_longest_of_gpu_cpu_and_link_by_hand() -> None:
-    """16 slots have half of the first expert's 32 missing records, of all alike: 8 that run, and 8 are missing.
-
-    A third of those comes over the link, 50 / (50 + 100); if the CPU has the second expert as a whole, more: the 4 that
-    have a slot.
+    """Half of the first expert's 32 missing records run. A third of those comes over the link, 50 / (50 + 100); if the
+    CPU has the second expert as a whole, more: the 6 for which there is memory.
     """
     expert = tiny().experts[0][0]
     assert expert.selector is not None
     selector, row = expert.selector_bytes, expert.records.row_bytes
-    pulled = {(0, 1): 4, (0, 2): 8 / 3}  # of the first expert
-    left = {routes: (8 - number) * row / 100 for routes, number in pulled.items()}
-    gpu = {(0, 1): (16 + 8) * row / 1000, (0, 2): (16 + 8 + 32) * row / 1000}
+    pulled = {(0, 1): 6, (0, 2): 16 / 3}  # of the first expert
+    left = {routes: (16 - number) * row / 100 for routes, number in pulled.items()}
+    gpu = {(0, 1): 16 * row / 1000, (0, 2): (16 + 32) * row / 1000}
     cpu = {(0, 1): 3 + left[0, 1] + (selector + 32 * row) / 100, (0, 2): 3 + left[0, 2]}
     link = {routes: number * (row / 50 + row / 1000) for routes, number in pulled.items()}
     for routes in ([(0, 1)], [(0, 2)], [(0, 1), (0, 2)]):
@@ -112,29 +109,29 @@ def test_a_layer_takes_the_longest_of_gpu_cpu_and_link_by_hand() -> None:
             assert found.seconds.fixed == 9
             assert found.seconds.experts == pytest.approx(np.mean([gpu[each] + selected[each] for each in routes]))
             assert found.seconds.waiting == pytest.approx(np.mean(waits))
-    missing, needed = 8 * row + selector + 32 * row, 2 * (selector + 32 * row)
+    missing, needed = 16 * row + selector + 32 * row, 2 * (selector + 32 * row)
     found = estimated(placement(), slow_machine(), (0, 1))
     assert found.fetched_bytes == pytest.approx(missing)
     assert found.hit_rate == pytest.approx(1 - missing / needed)
-    expected = [2 / 3 * 8 * row / (selector + 32 * row), 2 / 3, 0]  # each expert is chosen by two of three tokens
+    expected = [2 / 3 * 16 * row / (selector + 32 * row), 2 / 3, 0]  # each expert is chosen by two of three tokens
     np.testing.assert_allclose(found.misses, [expected], atol=1e-12)
 
 
 def test_the_link_is_the_longest_by_the_products_of_what_it_brings() -> None:
-    """Without a call's time, the CPU ends when the last record comes. A seventh of 24 is pulled, 100 / 6 of 700 / 6."""
+    """Without a call's time, the CPU ends when the last record comes. A seventh of 32 is pulled, 100 / 6 of 700 / 6."""
     machine = replace(slow_machine(), link_rate=100 / 6, fixed=FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
     placed, row = placement(num_first=0), tiny().experts[0][0].records.row_bytes
-    np.testing.assert_allclose(running_rows(placed, np.full((1, 3, 4), 0.5)), [[[8, 0, 32]], [[24, 32, 0]]])
+    np.testing.assert_allclose(running_rows(placed, np.full((1, 3, 4), 0.5)), [[[0, 0, 32]], [[32, 32, 0]]])
     found = estimated(placed, machine, (0, 2))
-    link = 24 / 7 * (row / (100 / 6) + row / 1000)
-    assert found.seconds.waiting == pytest.approx(link - (8 + 32) * row / 1000)
+    link = 32 / 7 * (row / (100 / 6) + row / 1000)
+    assert found.seconds.waiting == pytest.approx(link - 32 * row / 1000)
 
 
-def test_no_more_is_pulled_than_slots_wait_for() -> None:
+def test_no_more_is_pulled_than_there_is_memory_for() -> None:
     machine = replace(slow_machine(), link_rate=1e9, expert_rates=(WidthRate(4, 1e6),))
     row = tiny().experts[0][0].records.row_bytes
-    found = estimated(placement(), machine, (0, 2))  # the link would bring 8 of 8
-    assert found.seconds.waiting == pytest.approx(3 + 4 * row / 100 - 56 * row / 1e6)
+    found = estimated(placement(), machine, (0, 2))  # the link would bring 16 of 16
+    assert found.seconds.waiting == pytest.approx(3 + 10 * row / 100 - 48 * row / 1e6)
 
 
 def test_of_a_pack_larger_than_host_memory_the_cpu_reads_the_rest_by_hand() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from moe_pack.runtime.gpu.kernels.tables import (
     HostRows,
+    KeptNeurons,
     Landing,
     LayerTables,
     LeftToCpu,
@@ -39,7 +40,7 @@ class RandomLayer:
 class PartlyThere:
     """A layer of which the arena lacks some rows, on a device.
 
-    `landing`: its slots lie behind the layer's rows, one after another, and its scratch memory behind them.
+    `landing`: its kept memory lies behind the layer's rows, and its scratch memory behind that.
     `selectors_at`: scratch memory for selector rows, in units of 16 bytes.
     """
 
@@ -50,7 +51,7 @@ class PartlyThere:
 
     def pinned(self, k: int) -> LeftToCpu:
         """Memory for what is left to the CPU of k experts, filled with a number that is none of it."""
-        f, num_slots = self.tables.record_at.shape[1], self.landing.slots.shape[1]
+        f = self.tables.record_at.shape[1]
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             values = torch.full(shape, value, dtype=dtype)
@@ -60,9 +61,14 @@ class PartlyThere:
             counts=full(-7, torch.int32, k),
             neurons=full(-7, torch.int32, k, f),
             a=full(-7, torch.float32, k, f),
-            pulled_counts=full(-7, torch.int32, k),
-            pulled=full(-7, torch.int32, k, num_slots),
         )
+
+    def kept(self, k: int) -> KeptNeurons | None:
+        """Memory for the names of what is kept of k experts, filled with a number that is none of them."""
+        number, device = self.landing.num_kept, self.tables.arena.device
+        if not number:
+            return None
+        return KeptNeurons(*(torch.full(shape, -7, dtype=torch.int32, device=device) for shape in ((k, number), (k,))))
 
 
 def partly_there(
@@ -70,7 +76,7 @@ def partly_there(
     device: torch.device,
     share: float,
     k: int,
-    num_slots: int = 0,
+    num_kept: int = 0,
     missing_selectors: Sequence[int] = (),
     seed: int = 0,
 ) -> PartlyThere:
@@ -87,8 +93,7 @@ def partly_there(
             _forget(arena, selector_at, e, neuron, kind.selector_units)
     units = max(kind.record_units for kind in tables.kinds)
     end = len(arena) // 16
-    places = end + units * draw.permutation(k * num_slots).reshape(k, num_slots).astype(np.int32)
-    scratch_at = end + units * k * num_slots
+    scratch_at = end + units * k * num_kept
     selectors_at = scratch_at + units * k * f
     num_units = selectors_at + k * f * max(kind.selector_units for kind in tables.kinds)
     whole = torch.from_numpy(draw.integers(256, size=16 * num_units, dtype=np.uint8))
@@ -96,9 +101,9 @@ def partly_there(
     on_device = RandomLayer(
         layer.experts, replace(tables, arena=whole, record_at=record_at, selector_at=selector_at)
     ).tables_on(device)
-    host, landing = host_rows(layer), torch.from_numpy(places).to(device)
+    host = host_rows(layer)
     host = HostRows(host.rows.pin_memory() if device.type == "cuda" else host.rows, host.extent_at.to(device))
-    return PartlyThere(on_device, host, Landing(landing, scratch_at, f, units), selectors_at)
+    return PartlyThere(on_device, host, Landing(scratch_at, f, units, end, num_kept), selectors_at)
 
 
 def _forget(arena: torch.Tensor, at: torch.Tensor | None, e: int, neuron: int, units: int) -> None:

@@ -20,9 +20,7 @@ from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import PRESETS, CacheFacts, PolicyName, Sequences
-from moe_pack.runtime.offload.cache import Eviction
-from moe_pack.runtime.offload.eviction import eviction_of
+from moe_pack.runtime.offload import Sequences
 from support.native import kernels_limited_to
 
 CPU = torch.device("cpu")
@@ -38,7 +36,6 @@ class GpuRun:
 
     `misses`, `pulled_share`, `by_expert`, `dynamic_share`, `is_fast`, `prediction`, `alpha`, `offset_bytes`,
     `few_tokens`, `num_rows`: as in `GpuInputs`.
-    `policy`: whose eviction decides.
     `cpu_share`: the time in which the CPU computes a missing expert for a token, where 1 is that in which the link
     brings it, in passes of many tokens; None: all are copied.
     """
@@ -47,7 +44,6 @@ class GpuRun:
     misses: Misses = "split"
     pulled_share: float = 0.5
     by_expert: bool = False
-    policy: PolicyName = "lru"
     chunk_tokens: int = 16
     context_tokens: int = 64
     cache_dtype: KvDtype = "f32"
@@ -74,17 +70,13 @@ def _rates(cpu_share: float) -> Rates:
 
 
 @contextmanager
-def gpu_engine(
-    folder: Path, run: GpuRun, device: torch.device = CPU, eviction: Callable[[CacheFacts], Eviction] | None = None
-) -> Iterator[GpuEngine]:
-    with Pack(folder) as pack, engine_of(pack, run, device, eviction) as built:
+def gpu_engine(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterator[GpuEngine]:
+    with Pack(folder) as pack, engine_of(pack, run, device) as built:
         yield built
 
 
 @contextmanager
-def engine_of(
-    pack: Pack, run: GpuRun, device: torch.device = CPU, eviction: Callable[[CacheFacts], Eviction] | None = None
-) -> Iterator[GpuEngine]:
+def engine_of(pack: Pack, run: GpuRun, device: torch.device = CPU) -> Iterator[GpuEngine]:
     with ExitStack() as stack:
         host: HostArena | None = None
         tier: ExpertRunner | None = None
@@ -98,8 +90,7 @@ def engine_of(
             kernels=None if run.misses == "pull" else kernels,
             rates=None if run.cpu_share is None else _rates(run.cpu_share), pulled_share=run.pulled_share,
             link_rate=float("inf"), popularity=np.ones(pack.index.size.shape),
-            eviction=eviction or (lambda facts: eviction_of(PRESETS[run.policy], facts)),
-            dynamic_share=run.dynamic_share, is_fast=run.is_fast, needs_scores=PRESETS[run.policy].needs_scores,
+            dynamic_share=run.dynamic_share, is_fast=run.is_fast,
             prediction=run.prediction, alpha=run.alpha, by_expert=run.by_expert, offset_bytes=run.offset_bytes,
             few_tokens=run.few_tokens, sequences=Sequences(run.num_sequences), num_rows=run.num_rows,
         )  # fmt: skip
@@ -110,11 +101,9 @@ def engine_of(
 
 
 @contextmanager
-def gpu_decoder(
-    folder: Path, run: GpuRun, device: torch.device = CPU, eviction: Callable[[CacheFacts], Eviction] | None = None
-) -> Iterator[GpuDecoder]:
-    """Builds the engine, and gives its decoder; `eviction` is in place of the policy's."""
-    with gpu_engine(folder, run, device, eviction) as built:
+def gpu_decoder(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterator[GpuDecoder]:
+    """Builds the engine, and gives its decoder."""
+    with gpu_engine(folder, run, device) as built:
         yield built.decoder
 
 

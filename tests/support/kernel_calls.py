@@ -114,13 +114,15 @@ def _run(
     layer = tables.LayerTables(arena, selector_at, at, numbers, torch.zeros(16), kinds, down_bias)
     experts, x, partials = numbers[:k], torch.empty(d), torch.empty(k, 16, d)
     running = tables.RunningNeurons.allocate(k, f, CPU, offsets)
-    left = tables.LeftToCpu(numbers[:k], running.neurons, running.a, numbers[:k], running.neurons)
+    left = tables.LeftToCpu(numbers[:k], running.neurons, running.a)
     for selector_units in (None, running.units):
         select(x, experts, layer, running, selector_units)
+    landing = tables.Landing(8, f, 4)
     for is_split, by_expert in ((False, False), (True, False), (True, True)):
-        compact(
-            experts, layer, running, tables.Landing(at[:k], 8, f, 4), torch.zeros(1), left, is_split, 0.0, by_expert
-        )
+        compact(experts, layer, running, landing, torch.zeros(1), left, is_split, 0.0, by_expert)
+    keeping, kept = landing._replace(num_kept=f), tables.KeptNeurons(running.neurons, numbers[:k])
+    for is_split in (False, True):
+        compact(experts, layer, running, keeping, torch.zeros(1), left, is_split, kept=kept)
     neurons(x, experts, layer, running, partials, "here")
     neurons(x, experts, layer, running, partials, "pulled")
 
@@ -318,11 +320,11 @@ def _predict(num_experts: int, k: int) -> None:
     table, hashes = torch.empty((2, num_experts, num_experts)), torch.empty((2, num_experts), dtype=torch.int64)
     paths = predict.LayerPaths(table, routes, scores, hashes, hashes[0], experts, experts, scores)
     predict.score_paths(routes, paths, scores)
-    pulled = predict.PulledAhead(experts, numbers, numbers, experts)
+    pulled = predict.PulledAhead(experts, numbers, experts)
     for selector_at in (None, torch.empty((num_experts, 1024), dtype=torch.int32)):
         record_at = torch.empty((num_experts, 1024), dtype=torch.int32)
         layer = tables.LayerTables(torch.empty(0), selector_at, record_at, experts, scores, ())
-        predict.enter_pulled(pulled, record_at)
+        predict.enter_pulled(pulled, record_at, 8, 4)
         predict.forget_pulled(
             pulled, experts, layer, tables.RunningNeurons.allocate(k, 1024, CPU), numbers[:, :3].contiguous()
         )
@@ -400,8 +402,6 @@ def _pull(d: int, width: int) -> None:
     for is_split in (False, True):
         pull.pull_records(experts, layer, running, host, is_split)
     pull.pull_selectors(experts, layer, host, 8, at[:k])
-    pull.bring(torch.zeros(16, dtype=torch.int64), each, kind.record_units, host.rows, layer.arena)
-    pull.enter_rows(torch.zeros((16, 2), dtype=torch.int32), each[:1], at.view(-1))
 
 
 # --- states of mixers
@@ -507,10 +507,10 @@ def _token_experts(shape: TokenShape) -> None:
     running = tables.RunningNeurons.allocate(shape.k, shape.f, CPU, num_programs=select_programs(kinds))
     num_sums = num_partials(shape.k, shape.f, num_sms, sums_at_once(kinds))
     x, experts = torch.empty(shape.d), each[: shape.k]
-    left = tables.LeftToCpu(experts, running.neurons, running.a, experts, running.neurons)
+    left = tables.LeftToCpu(experts, running.neurons, running.a)
     select(x, experts, layer, running)
     for by_expert in (False, True):
-        landing = tables.Landing(at[: shape.k], 8, shape.f, 4)
+        landing = tables.Landing(8, shape.f, 4)
         compact(experts, layer, running, landing, torch.zeros(1), left, True, 0.0, by_expert)
     neurons(x, experts, layer, running, torch.empty(shape.k, num_sums, shape.d), "here")
 

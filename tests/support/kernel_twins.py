@@ -12,6 +12,7 @@ from moe_pack.runtime.gpu.kernels.tables import (
     PULLED,
     WHOLE,
     HostRows,
+    KeptNeurons,
     Landing,
     LayerTables,
     LeftToCpu,
@@ -60,8 +61,9 @@ def compact_plain(
     is_split: bool,
     whole_records: float = 0.0,
     by_expert: bool = False,
+    kept: KeptNeurons | None = None,
 ) -> None:
-    num_slots, share = landing.slots.shape[1], share.cpu()
+    share = share.cpu()
     balanced = _balanced_plain(experts, tables, running, landing, float(share), whole_records)
     if tables.selector_at is not None:
         num_whole = int((tables.selector_at[experts.long(), 0] < 0).sum())
@@ -71,12 +73,12 @@ def compact_plain(
         listed = listed_in_blocks(running, place)
         at = tables.record_at[e].tolist()
         missing = [neuron for neuron in listed if at[neuron] < 0]
-        most = num_slots + landing.num_scratch
+        most = landing.num_kept + landing.num_scratch
         num_pulled = min(int((len(missing) * share).floor()), most) if is_split else len(missing)
         num_pulled = balanced[place] if is_split and by_expert else num_pulled
-        begin = landing.scratch_at + place * landing.num_scratch * landing.slot_units
-        scratch = [begin + j * landing.slot_units for j in range(landing.num_scratch)]
-        target = dict(zip(missing[:num_pulled], [*landing.slots[place].tolist(), *scratch], strict=False))
+        ranges = ((landing.kept_at, landing.num_kept), (landing.scratch_at, landing.num_scratch))
+        units_of = [at + (place * number + j) * landing.slot_units for at, number in ranges for j in range(number)]
+        target = dict(zip(missing[:num_pulled], units_of, strict=False))
         if is_split:
             here = [neuron for neuron in listed if at[neuron] >= 0]
             entries = [(neuron, at[neuron]) for neuron in here] + list(target.items())
@@ -90,9 +92,9 @@ def compact_plain(
         else:
             entries = [(neuron, target.get(neuron, at[neuron])) for neuron in listed]
             running.totals[place] = torch.tensor([len(entries), 0, 0, len(missing)])
-        num_kept = min(num_pulled, num_slots)
-        left.pulled_counts[place] = num_kept
-        left.pulled[place, :num_kept] = torch.tensor(missing[:num_kept], dtype=torch.int32)
+        if kept is not None:
+            kept.counts[place] = num_kept = min(num_pulled, landing.num_kept)
+            kept.neurons[place, :num_kept] = torch.tensor(missing[:num_kept], dtype=torch.int32)
         for number, (neuron, units) in enumerate(entries):
             running.neurons[place, number], running.units[place, number] = neuron, units
 
@@ -101,7 +103,7 @@ def _balanced_plain(
     experts: Tensor, tables: LayerTables, running: RunningNeurons, landing: Landing, share: float, whole_records: float
 ) -> list[int]:
     """Returns how many records of each expert Algorithm 2 pulls; the list is taken from both ends."""
-    order, room = list(range(len(experts))), landing.slots.shape[1] + landing.num_scratch
+    order, room = list(range(len(experts))), landing.num_kept + landing.num_scratch
     missing, pulled = running.counts[1].sum(dim=1).tolist(), [0] * len(order)
     units = [tables.kinds[int(tables.kind[e])].record_units for e in experts.tolist()]
     whole = [e for e in experts.tolist() if tables.selector_at is not None and tables.selector_at[e, 0] < 0]
@@ -141,11 +143,6 @@ def pull_selectors_plain(
             target = scratch_at + place * f * most + neuron * units
             selector_units[place, neuron] = target
             _copy_row(host.rows, int(host.extent_at[e]) + neuron * units, tables.arena, target, units)
-
-
-def bring_plain(sources: Tensor, targets: Tensor, row_units: int, host_rows: Tensor, arena: Tensor) -> None:
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        _copy_row(host_rows, source, arena, target, row_units)
 
 
 def _copy_row(host_rows: Tensor, source: int, arena: Tensor, target: int, units: int) -> None:

@@ -36,6 +36,7 @@ from moe_pack.runtime.gpu.kernels.tables import (
     PER_LAYER,
     WHOLE,
     ExpertKind,
+    KeptNeurons,
     Landing,
     LayerTables,
     LeftToCpu,
@@ -304,11 +305,12 @@ def compact(
     whole_records: float = 0.0,
     by_expert: bool = False,
     num_tokens: int = 1,
+    kept: KeptNeurons | None = None,
 ) -> None:
     """Lists the neurons that the GPU computes with their records, and those that it leaves to the CPU.
 
-    An expert has m running neurons without a record in the arena, ascending. Pulled ones go to the landing's S slots
-    first, then to its scratch memory; `left.pulled` and `left.pulled_counts` name those in slots.
+    An expert has m running neurons without a record in the arena, ascending. Pulled ones go to the landing's kept
+    memory first, then to its scratch memory; `kept` names those in the first.
     - If not `is_split`, all are pulled. The list has all running neurons in ascending order, so that sums do not depend
       on the arena. `totals` is (their number, 0, 0, m); `left.counts`, `left.neurons` and `left.a` are not written.
     - If `is_split`, the first floor(m * share) are pulled, as far as there is memory, and listed after those in the
@@ -323,22 +325,23 @@ def compact(
     Experts of several tokens lack no row.
     Args:    experts: int32 [T * k].   running: from `select`; `neurons`, `units` and `totals` are overwritten.
              share: float32 [1] on the device, 0 to 1, of all work of the CPU; if `by_expert`, the link's rate divided
-             by both rates; not read if not `is_split`.   num_tokens: T.
+             by both rates; not read if not `is_split`.   num_tokens: T.   kept: overwritten; None if the landing keeps
+             none.
     """
     num_places, num_blocks = running.counts.shape[1:]
-    f, num_slots = tables.record_at.shape[1], landing.slots.shape[1]
+    f, num_kept = tables.record_at.shape[1], landing.num_kept
+    assert (kept is None) == (num_kept == 0), "kept records have names"
     assert num_tokens == 1 or not is_split, "several tokens lack nothing"
-    assert is_split or num_slots + landing.num_scratch >= f, "there is memory for every record"
+    assert is_split or num_kept + landing.num_scratch >= f, "there is memory for every record"
     has_selector = tables.selector_at is not None and is_split
     by_expert = by_expert and is_split
     record_units = tuple(kind.record_units for kind in tables.kinds) if by_expert else ()
     k = num_places if num_tokens == 1 else 0
     split = _Split(is_split, by_expert, has_selector, record_units, k, num_blocks, f, running.block)
     pointers = tables.pointers if has_selector else tables.pointers._replace(selector_at=tables.record_at)
-    slots = landing.slots if num_slots else running.totals  # the address of an empty tensor is 0; no slot is read
     _compact_kernel[num_places, num_blocks](
-        experts, pointers, running, share, slots, num_slots, landing.scratch_at, landing.num_scratch,
-        landing.slot_units, whole_records, *left, split, num_warps=1, enable_fp_fusion=True, **launch_options(),
+        experts, pointers, running, share, landing.kept_at, num_kept, landing.scratch_at, landing.num_scratch,
+        landing.slot_units, whole_records, *left, kept, split, num_warps=1, enable_fp_fusion=True, **launch_options(),
     )  # fmt: skip
 
 
@@ -377,18 +380,14 @@ def _balanced(place, num_places, places, missing, units, work, share, most):
 
 
 # More than ten: Triton specializes kernels for all that stands in tuples, and these differ between layers.
-@triton.jit(
-    do_not_specialize=(
-        *PER_LAYER, "left_counts_ptr", "left_neurons_ptr", "left_a_ptr", "pulled_counts_ptr", "pulled_ptr"
-    )
-)  # fmt: skip
+@triton.jit(do_not_specialize=(*PER_LAYER, "left_counts_ptr", "left_neurons_ptr", "left_a_ptr"))
 def _compact_kernel(
     experts_ptr,
     tables,
     running,
     share_ptr,
-    slots_ptr,
-    num_slots,
+    kept_at,
+    num_kept,
     scratch_at,
     num_scratch,
     slot_units,
@@ -396,8 +395,7 @@ def _compact_kernel(
     left_counts_ptr,
     left_neurons_ptr,
     left_a_ptr,
-    pulled_counts_ptr,
-    pulled_ptr,
+    kept,
     SPLIT: tl.constexpr,
 ):
     # A program lists a block's neurons; it needs the counts of all blocks of its expert to know where.
@@ -426,14 +424,14 @@ def _compact_kernel(
     num_pulled = num_missing
     if SPLIT.is_split:
         num_pulled = _num_pulled(experts_ptr, tables, all_missing_ptr, share_ptr, num_missing,
-                                 num_slots + num_scratch, whole_records, SPLIT)  # fmt: skip
-    # The first missing records are pulled, to slots as far as there are, and then to scratch memory.
+                                 num_kept + num_scratch, whole_records, SPLIT)  # fmt: skip
+    # The first missing records are pulled, to kept memory as far as there is any, and then to scratch memory.
     is_pulled = missing & (place_of_missing < num_pulled)
-    to_slot = is_pulled & (place_of_missing < num_slots)
-    slot = tl.load(slots_ptr + place * num_slots + place_of_missing, mask=to_slot, other=0)
-    in_scratch = place * num_scratch + place_of_missing - num_slots
-    scratch = scratch_at + in_scratch * slot_units
-    tl.store(pulled_ptr + place * num_slots + place_of_missing, neuron, mask=to_slot)
+    target = scratch_at + (place * num_scratch + place_of_missing - num_kept) * slot_units
+    if kept is not None:
+        is_kept = is_pulled & (place_of_missing < num_kept)
+        target = tl.where(is_kept, kept_at + (place * num_kept + place_of_missing) * slot_units, target)
+        tl.store(kept.neurons + place * num_kept + place_of_missing, neuron, mask=is_kept)
     if SPLIT.is_split:
         # Lists those that are here before those that are pulled, and the others for the CPU. Of the neurons before this
         # one, the last missing one included, `place_of_missing + 1` are missing.
@@ -448,11 +446,12 @@ def _compact_kernel(
     else:
         at = place_of_all
         listed = live
-    units = tl.where(to_slot, slot, tl.where(is_pulled, scratch, units))
+    units = tl.where(is_pulled, target, units)
     tl.store(running.neurons + place * F + at, neuron, mask=listed)
     tl.store(running.units + place * F + at, units, mask=listed)
     if block == 0:
-        tl.store(pulled_counts_ptr + place, tl.minimum(num_pulled, num_slots))
+        if kept is not None:
+            tl.store(kept.counts + place, tl.minimum(num_pulled, num_kept))
         _store_totals(running, tables, left_counts_ptr, place, expert, num_running, num_missing, num_pulled, SPLIT)
 
 

@@ -180,27 +180,30 @@ class PulledAhead(NamedTuple):
     """The records that are pulled for the experts predicted for one layer."""
 
     experts: Tensor  # int32 [n]
-    slots: Tensor  # [n, S], where records go, in units of 16 bytes
-    neurons: Tensor  # int32 [n, S], whose record is in each slot
-    counts: Tensor  # int32 [n], the slots that are in use
+    neurons: Tensor  # int32 [n, S], of each expert those with a record
+    counts: Tensor  # int32 [n], how many of them
 
 
-def enter_pulled(pulled: PulledAhead, record_at: Tensor) -> None:
-    """Enters records in a layer's table `record_at` [E, f]."""
-    n, most = pulled.slots.shape
+def enter_pulled(pulled: PulledAhead, record_at: Tensor, first: int, row_units: int) -> None:
+    """Enters records in a layer's table `record_at` [E, f].
+
+    Args:    first, row_units: record `j` of the p-th expert is at `first + (p * S + j) * row_units`, in units of 16
+             bytes; -1 and 0 take them out again.
+    """
+    n, most = pulled.neurons.shape
     _enter_pulled_kernel[n, triton.cdiv(most, _BLOCK.value)](
-        pulled, record_at, most, record_at.shape[1], num_warps=4, enable_fp_fusion=True
+        pulled, record_at, most, first, row_units, record_at.shape[1], num_warps=4, enable_fp_fusion=True
     )
 
 
-@triton.jit(do_not_specialize=("most",))
-def _enter_pulled_kernel(pulled, record_at_ptr, most, F: tl.constexpr):
+@triton.jit(do_not_specialize=("most", "first", "row_units"))
+def _enter_pulled_kernel(pulled, record_at_ptr, most, first, row_units, F: tl.constexpr):
     place = tl.program_id(0)
     number = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     mask = number < tl.load(pulled.counts + place)
     neuron = tl.load(pulled.neurons + place * most + number, mask=mask, other=0)
-    slot = tl.load(pulled.slots + place * most + number, mask=mask, other=0)
-    tl.store(record_at_ptr + tl.load(pulled.experts + place) * F + neuron, slot, mask=mask)
+    at = first + (place * most + number) * row_units
+    tl.store(record_at_ptr + tl.load(pulled.experts + place) * F + neuron, at, mask=mask)
 
 
 def forget_pulled(
@@ -211,7 +214,7 @@ def forget_pulled(
     Args:    experts: int32 [k], those of the layer, with `running` from `neurons.select`.   totals: int32 [n, 3],
              overwritten: each predicted expert, its pulled records, and how many of these ran.
     """
-    n, most = pulled.slots.shape
+    n, most = pulled.neurons.shape
     k, f = running.a.shape
     is_selected = tables.selector_at is not None
     _forget_pulled_kernel[(n,)](

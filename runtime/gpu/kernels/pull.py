@@ -1,8 +1,7 @@
 """Rows copied from host memory into the arena: all kernels of the experts that read host memory.
 
-`pull_records` and `pull_selectors` bring rows for one token's layer and change no table; `bring` copies a list of rows
-that the host makes, and `enter_rows` changes a table as the host says. Every byte is loaded by one program, once. Host
-memory must be page-locked if the arena is on a GPU.
+They bring rows for one token's layer, and change no table. Every byte is loaded by one program, once. Host memory must
+be page-locked if the arena is on a GPU.
 """
 
 import triton
@@ -17,7 +16,6 @@ from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, HostRows, LayerTables
 NUM_PROGRAMS = 4 if INTERPRETED else 264
 _TILE_WORDS = 2048  # that a program loads at once: 16 a thread
 _LANES = tl.constexpr(32)  # list entries that a program looks at together
-_CHANGES = tl.constexpr(1024)  # entries of a table that a program changes
 
 
 def pull_records(experts: Tensor, tables: LayerTables, running: RunningNeurons, host: HostRows, is_split: bool) -> None:
@@ -165,50 +163,3 @@ def _pull_selectors_kernel(
             mask = at < f * row_units * 4
             tl.store(arena_words_ptr + at, _load_host(host_words_ptr + at, mask), mask=mask)
             part += tl.num_programs(1)
-
-
-def bring(sources: Tensor, targets: Tensor, row_units: int, host_rows: Tensor, arena: Tensor) -> None:
-    """Copies a list of rows from host memory to the arena.
-
-    Args:    sources: int64 [n], targets: [n], on the arena's device: offsets in `host_rows` and in `arena`, in
-             units of 16 bytes.   row_units: of a row, in such units.   host_rows, arena: u8.
-    """
-    block_words = _block_words(row_units)
-    block_rows = _TILE_WORDS // block_words
-    _bring_kernel[(max(1, min(NUM_PROGRAMS, triton.cdiv(len(sources), block_rows))),)](
-        sources, targets, len(sources), host_rows, arena, row_units, block_rows, block_words,
-        num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=("sources_ptr", "targets_ptr", "num_rows", "row_units"))
-def _bring_kernel(
-    sources_ptr, targets_ptr, num_rows, host_ptr, arena_ptr, row_units, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
-):
-    first = tl.program_id(0) * BLOCK_R
-    while first < num_rows:
-        row = first + tl.arange(0, BLOCK_R)
-        live = row < num_rows
-        sources = tl.load(sources_ptr + row, mask=live, other=0)
-        targets = tl.load(targets_ptr + row, mask=live, other=0).to(tl.int64)
-        _copy_rows(arena_ptr, host_ptr, sources, targets, live, row_units, BLOCK_W)
-        first += tl.num_programs(0) * BLOCK_R
-
-
-def enter_rows(changes: Tensor, num_changes: Tensor, table: Tensor) -> None:
-    """Changes entries of a table of rows.
-
-    Args:    changes: [n, 2], places and values, each place once; page-locked host memory if the table is on a
-             GPU.   num_changes: int32 [1] on the table's device; only so many are read.   table: contiguous.
-    """
-    _enter_rows_kernel[(triton.cdiv(len(changes), _CHANGES.value),)](
-        changes, num_changes, table, num_warps=4, enable_fp_fusion=True
-    )
-
-
-@triton.jit
-def _enter_rows_kernel(changes_ptr, num_changes_ptr, table_ptr):
-    number = tl.program_id(0) * _CHANGES + tl.arange(0, _CHANGES)
-    counts = number < tl.load(num_changes_ptr)
-    place = tl.load(changes_ptr + 2 * number, mask=counts, other=0)
-    tl.store(table_ptr + place, tl.load(changes_ptr + 2 * number + 1, mask=counts, other=0), mask=counts)

@@ -21,7 +21,7 @@ _MOST_BLOCKS = 2048  # of a token's experts: a program of `compact` has the coun
 _USUAL_WARPS = 4  # of `select`: for rows of 4,096 codes of 2 or 4 bits
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
 # begin at any multiple of 4 bytes. Slots and scratch memory are a layer's own.
-PER_LAYER = ("experts_ptr", "slots_ptr", "num_slots", "scratch_at", "num_scratch", "whole_records")
+PER_LAYER = ("experts_ptr", "kept_at", "num_kept", "scratch_at", "num_scratch", "whole_records")
 
 
 class StoredPart(NamedTuple):
@@ -174,15 +174,15 @@ class RunningNeurons(NamedTuple):
 class Landing(NamedTuple):
     """The places for a layer's pulled records, in units of 16 bytes from the beginning of the arena.
 
-    The first records of the token's p-th expert go to `slots[p]`, [k, S] on the device, and stay there until the host
-    says otherwise. The next `num_scratch` go to scratch memory, which the next layer overwrites: record `j` of these to
-    `scratch_at + (p * num_scratch + j) * slot_units`.
+    Record `j` of the token's p-th expert goes to `kept_at + (p * num_kept + j) * slot_units` if it is one of the first
+    `num_kept`. The next `num_scratch` go to scratch memory, which the next layer overwrites, in the same way.
     """
 
-    slots: Tensor
     scratch_at: int
     num_scratch: int
     slot_units: int
+    kept_at: int = 0
+    num_kept: int = 0
 
 
 class LeftToCpu(NamedTuple):
@@ -191,8 +191,13 @@ class LeftToCpu(NamedTuple):
     counts: Tensor  # int32 [k], neurons that the CPU computes, or WHOLE
     neurons: Tensor  # int32 [k, f], these neurons, rising
     a: Tensor  # float32 [k, f], the selector's activations of these neurons; not written if no selector is stored
-    pulled_counts: Tensor  # int32 [k], how many records were pulled into the landing's slots
-    pulled: Tensor  # int32 [k, S], the neuron whose record is in each slot
+
+
+class KeptNeurons(NamedTuple):
+    """The neurons whose records were pulled to memory that keeps them (`Landing.kept_at`), on the device."""
+
+    neurons: Tensor  # int32 [k, S]
+    counts: Tensor  # int32 [k], how many of them
 
 
 class HostRows(NamedTuple):

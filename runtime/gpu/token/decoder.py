@@ -1,13 +1,8 @@
-"""The decoder on a GPU: it repeats a token's launches, and decides on the slots while they run.
-
-Between two tokens the host enters records in the tables. While a token runs, it decides on the records that the token
-before lacked (`MovingSlots`, with `residency`). Importing this needs Triton.
-"""
+"""The decoder on a GPU: it repeats the launches of passes of few tokens; importing this needs Triton."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from statistics import median
 
 import numpy as np
@@ -15,23 +10,18 @@ import torch
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.runtime.gpu import devices, fit
+from moe_pack.runtime.gpu import fit
 from moe_pack.runtime.gpu.kernels import tables
-from moe_pack.runtime.gpu.kernels.pull import bring
 from moe_pack.runtime.gpu.placements import NUM_TURNS
 from moe_pack.runtime.gpu.prefill import GpuWeights
-from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token import step as token_step
 from moe_pack.runtime.gpu.token.layers import LayerBuffers, TokenLayers
 from moe_pack.runtime.gpu.token.rows import TokenCaches
 from moe_pack.runtime.gpu.token.stages import RowEntry, Stages
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model import Decoder, caches, kv_cache, passes
-from moe_pack.runtime.model.compute.router import expert_scores
 from moe_pack.runtime.offload.split import fastest_share
 
-_LINK_SHARE = 0.5  # of the link's time that promotions may take
-_FIRST_TOKEN_SECONDS = 0.02
 _TIMED_RUNS = 5
 _WARMING_TOKENS, _TUNED_TOKENS = 2, 7  # for each share that is tried
 # Tokens of a pass that run one after another. A pass decodes every expert that has a token, whatever their number: for
@@ -40,162 +30,9 @@ FEW_TOKENS = 16
 _INTERPRETED_SMS = 1  # programs run one after the other
 
 
-class Slots:
-    """The slots of a GPU's memory for experts, which tokens fill; this class has none."""
-
-    promoted_rows = 0
-    promoted_bytes = 0
-
-    def num_changes(self, turn: int) -> int:
-        """Returns how many entries of the table change before the next token of a turn."""
-        return 0
-
-    def load(self, turn: int) -> None:
-        """Launches the copy of a turn's slots to where a token's launches read them."""
-
-    def between_tokens(self, last: int, begin: devices.Mark, token_seconds: float) -> None:
-        """Decides on the slots while a token runs, by the records that the token before lacked, for the token after.
-
-        Args:    last: the turn of the token before.   begin: of the token that runs; afterwards memory that its tables
-                 do not name may be overwritten.   token_seconds: the duration of a token.
-        """
-
-    def token_ended(self) -> None:
-        """Records that a token has run; its routes are still to be read."""
-
-    def forget_token(self) -> None:
-        """Forgets the token that has run, which was none of the caller's."""
-
-    def empty(self) -> None:
-        """Forgets the slots' records, because a pass of many tokens uses their memory."""
-
-
-class MovingSlots(Slots):
-    """Slots whose records come and go between tokens, as `Residency` decides.
-
-    Args:    link_rate: bytes a second that promotions may count on.
-    """
-
-    def __init__(
-        self,
-        residency: Residency,
-        memory: ExpertMemory,
-        step: token_step.TokenStep,
-        inputs: token_step.StepInputs,
-        link_rate: float,
-    ) -> None:
-        self.residency, self._memory, self._step, self._inputs = residency, memory, step, inputs
-        self._link_rate = link_rate
-        is_locked, offsets = memory.device.type == "cuda", memory.landing_slots.dtype
-        self._landing = torch.zeros((NUM_TURNS, *memory.landing_slots.shape), dtype=offsets, pin_memory=is_locked)
-        self._num_entries = [0] * NUM_TURNS  # of the changes before the next token of each turn
-        self._sources, self._targets = (
-            torch.zeros(MOST_KEPT, dtype=dtype, pin_memory=is_locked) for dtype in (torch.int64, offsets)
-        )
-        self._sources_there, self._targets_there = (each.to(memory.device) for each in (self._sources, self._targets))
-        self._coming: list[tuple[devices.Mark, list[Promotion]]] = []
-        self._undecided = False  # whether the last token's routes are still to be looked at
-        self._is_empty = False
-        self.promoted_bytes = 0
-        self.empty()
-
-    @property
-    def promoted_rows(self) -> int:  # type: ignore[override]  # counted elsewhere
-        """Records that were copied to slots while tokens ran."""
-        return self.residency.promoted_rows
-
-    def num_changes(self, turn: int) -> int:
-        """Returns the number of entries that the last decision changed."""
-        return self._num_entries[turn]
-
-    def load(self, turn: int) -> None:
-        """Launches the copy of the offsets of the slots to pull into."""
-        self._memory.landing_slots.copy_(self._landing[turn], non_blocking=True)
-
-    def between_tokens(self, last: int, begin: devices.Mark, token_seconds: float) -> None:
-        """Enters arrived records, promotes missing ones, and writes the table's changes."""
-        residency, exchange, step = self.residency, self._inputs.exchange, self._step
-        # Of a pass of several rows the first one decides: it alone fills slots.
-        experts = step.routes[last][:, 0].numpy()
-        if self._undecided:
-            pulled = [left.pulled for left in exchange.left[last]]
-            residency.pulled(last, experts, exchange.pulled_counts[last].numpy(), lambda l: pulled[l].numpy())
-        while self._coming and self._coming[0][0].is_reached():
-            residency.arrived(self._coming.pop(0)[1])
-        if self._undecided:
-            counts, neurons = exchange.counts[last].numpy(), exchange.neurons[last].numpy()
-            scores = None
-            if self._inputs.needs_scores:
-                scores = expert_scores(step.router_logits[last][:, 0], step.spec.router).numpy()
-            routes = TokenRoutes(experts, counts, lambda l, place: neurons[l, place, : counts[l, place]], scores)
-            promotions = residency.decide(routes, 0 if self._coming else self._most_promoted(token_seconds))
-            if promotions:
-                copied = self._inputs.queues.beside(lambda: self._copy(promotions), [begin])
-                self._coming.append((copied, promotions))
-        # What changes before the next token of that turn stands where its launches read it.
-        changes, entries = residency.changes(), step.changes[last]
-        number = self._num_entries[last] = len(changes.places)
-        entries[:number, 0] = torch.from_numpy(changes.places)
-        entries[:number, 1] = torch.from_numpy(changes.values)
-        self._landing[last] = torch.from_numpy(residency.landing[last])
-
-    def token_ended(self) -> None:
-        """Records that the token's records now lie in slots."""
-        self._undecided, self._is_empty = True, False
-
-    def forget_token(self) -> None:
-        """Forgets the token, and the bytes that were copied for it."""
-        self._undecided, self.promoted_bytes = False, 0
-
-    def empty(self) -> None:
-        """Forgets all records in slots, and waits for those on their way."""
-        if self._is_empty:
-            return
-        for mark, _ in self._coming:
-            self._inputs.queues.wait_for(mark)
-        self._coming.clear()
-        self.residency.reset()
-        self._memory.record_at.copy_(torch.from_numpy(self.residency.at))
-        self._landing.copy_(torch.from_numpy(self.residency.landing))
-        self._num_entries = [0] * NUM_TURNS
-        self._undecided, self._is_empty = False, True
-
-    def _most_promoted(self, token_seconds: float) -> int:
-        """Returns how many records may be copied while a token runs: none if tokens themselves use the link."""
-        if self._inputs.pulled_share > 0:
-            return 0
-        slot_bytes = int(self._memory.placement.slot_bytes.max())
-        return int(min(_LINK_SHARE * self._link_rate * token_seconds / slot_bytes, len(self._sources)))
-
-    def _copy(self, promotions: list[Promotion]) -> None:
-        host, memory = self._inputs.host, self._memory
-        assert host is not None, "records are promoted from host memory"
-
-        def units_of(promotion: Promotion) -> int:
-            return memory.kinds[promotion.key.layer_idx][promotion.key.expert].record_units
-
-        end = 0
-        for record_units, some in groupby(sorted(promotions, key=units_of), units_of):
-            begin = end
-            for promotion in some:
-                kind = memory.kinds[promotion.key.layer_idx][promotion.key.expert]
-                first = host.extent_begin(*promotion.key) // 16 + kind.num_rows * kind.selector_units
-                start, end = end, end + len(promotion.neurons)
-                sources = first + promotion.neurons.astype(np.int64) * record_units
-                self._sources[start:end] = torch.from_numpy(sources)
-                self._targets[start:end] = torch.from_numpy(promotion.units)
-            sources_there, targets_there = self._sources_there[begin:end], self._targets_there[begin:end]
-            sources_there.copy_(self._sources[begin:end], non_blocking=True)
-            targets_there.copy_(self._targets[begin:end], non_blocking=True)
-            bring(sources_there, targets_there, record_units, host.bytes, memory.arena)
-            self.promoted_bytes += 16 * record_units * (end - begin)
-
-
 class _TokenCounts:
-    def __init__(
-        self, memory: ExpertMemory, step: token_step.TokenStep, inputs: token_step.StepInputs, slots: Slots
-    ) -> None:
-        self._step, self._inputs, self._slots = step, inputs, slots
+    def __init__(self, memory: ExpertMemory, step: token_step.TokenStep, inputs: token_step.StepInputs) -> None:
+        self._step, self._inputs = step, inputs
         self._record_bytes = np.array([[16 * kind.record_units for kind in layer] for layer in memory.kinds])
         self.clear()
 
@@ -203,7 +40,6 @@ class _TokenCounts:
         self._sums = np.zeros(7, np.int64)  # resident, pulled, left, whole, ahead, ahead and ran, changed
         self._num_tokens = self._pulled_bytes = 0
         self._busy_before = self._busy_seconds()
-        self._slots.forget_token()
 
     def add(self, turn: int, num_rows: int) -> None:
         step, k = self._step, self._step.spec.router.num_experts_per_tok
@@ -228,9 +64,8 @@ class _TokenCounts:
 
     def result(self) -> fit.GpuCounts:
         resident, pulled, left, whole, ahead, ahead_ran, changed = self._sums.tolist()
-        counts = (resident, pulled, left, whole, self._slots.promoted_rows, ahead, ahead_ran, changed)
-        link_bytes = self._slots.promoted_bytes + self._pulled_bytes
-        return fit.GpuCounts(self._num_tokens, *counts, link_bytes, self._busy_seconds() - self._busy_before)
+        counts = (resident, pulled, left, whole, ahead, ahead_ran, changed, self._pulled_bytes)
+        return fit.GpuCounts(self._num_tokens, *counts, self._busy_seconds() - self._busy_before)
 
     def _busy_seconds(self) -> float:
         return 0.0 if self._inputs.share is None else self._inputs.share.busy_seconds()
@@ -240,17 +75,16 @@ class GpuDecoder(Decoder):
     """A decoder on a GPU, whose logits are in host memory.
 
     Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
-    Args:    residency: decides on the slots of experts; None without slots.   chunk_tokens: of a forward pass of many
-             tokens.   cache_dtype: of keys and values.   link_rate: bytes a second that promotions may count on.
-             few_tokens: of a pass, that run one after another.   num_sequences, num_checkpoints: as of `Decoder`.
-             num_rows: the most tokens of a graph, of several sequences or of one.
+    Args:    chunk_tokens: of a forward pass of many tokens.   cache_dtype: of keys and values.   link_rate: bytes a
+             second that prediction may count on.   few_tokens: of a pass, that run one after another.
+             num_sequences, num_checkpoints: as of `Decoder`.   num_rows: the most tokens of a graph, of several
+             sequences or of one.
     """
 
     def __init__(
         self,
         weights: GpuWeights,
         inputs: token_step.StepInputs,
-        residency: Residency | None,
         context_tokens: int,
         device: torch.device,
         chunk_tokens: int,
@@ -272,12 +106,8 @@ class GpuDecoder(Decoder):
         self._buffers = buffers = LayerBuffers.allocate(spec, context_tokens, num_rows, device)
         angles = self._ropes.as_last(context_tokens)
         layers = {n: TokenLayers(weights, token_caches, angles, buffers, n) for n in range(1, num_rows + 1)}
-        most_changes = 0 if residency is None else residency.most_changes
-        self._step = token_step.TokenStep(weights, layers, inputs, _num_sms(device), most_changes)
-        self._slots = Slots()
-        if residency is not None:
-            self._slots = MovingSlots(residency, weights.memory, self._step, inputs, link_rate)
-        self._counts = _TokenCounts(weights.memory, self._step, inputs, self._slots)
+        self._step = token_step.TokenStep(weights, layers, inputs, _num_sms(device))
+        self._counts = _TokenCounts(weights.memory, self._step, inputs)
         self._control = torch.zeros(buffers.control.shape, dtype=torch.int32, pin_memory=self._is_cuda)
         self._logits = torch.zeros(buffers.logits.shape, pin_memory=self._is_cuda)
         # By the number of rows, and the turn.
@@ -285,7 +115,6 @@ class GpuDecoder(Decoder):
             (n, turn): partial(self.launch, turn, n) for n in layers for turn in range(NUM_TURNS)
         }
         self._turn = 0
-        self._token_seconds = _FIRST_TOKEN_SECONDS
         self.own_sequences, self.queues, self.begins = self.sequences, inputs.queues, weights.begins
         self._own_of: dict[int, kv_cache.CachedSequence] = {}  # of a whole model's sequences
         self._decoders: tuple[GpuDecoder, ...] = (self,)  # of all stages, the last one is this
@@ -359,7 +188,7 @@ class GpuDecoder(Decoder):
     @torch.inference_mode()
     def launch_all(self) -> None:
         """Launches passes of several rows of the first sequence, from its beginning on, which is forgotten."""
-        self._control[:3] = 0
+        self._control.zero_()
         self._control[1] = torch.arange(self._num_rows) % self.cache.context_tokens
         for number in range(2, self._num_rows + 1):
             self.launch(0, number)
@@ -388,7 +217,6 @@ class GpuDecoder(Decoder):
 
         self._step.pull(fastest_share(seconds_with, self._inputs.pulled_share))
         self.reset()
-        self._slots.empty()
         self._counts.clear()
 
     def _limit_prefetch(self, stream: "torch.cuda.Stream") -> None:
@@ -404,7 +232,7 @@ class GpuDecoder(Decoder):
             graph.replay()
             event.record(stream)
         stream.synchronize()
-        seconds = times[0].elapsed_time(times[-1]) / 1e3 / _TIMED_RUNS / len(placement.num_slots)
+        seconds = times[0].elapsed_time(times[-1]) / 1e3 / _TIMED_RUNS / len(placement.slot_bytes)
         num_bytes = int(placement.slot_bytes.max()) * placement.num_predicted
         if self._link_rate < float("inf"):
             prefetch.limit(int(self._link_rate * seconds / num_bytes))
@@ -441,8 +269,7 @@ class GpuDecoder(Decoder):
         return hidden
 
     def begin_pass(self) -> None:
-        """Begins passes of many tokens, which take the memory of slots."""
-        self._slots.empty()
+        """Begins passes of many tokens."""
         self._gpu_weights.stream.begin_pass()
 
     def end_pass(self) -> None:
@@ -491,7 +318,7 @@ class GpuDecoder(Decoder):
 
         The logits are in host memory, and valid until the next call.
         """
-        started, entries, new = time.perf_counter(), list[RowEntry](), dict[int, list[int]]()
+        entries, new = list[RowEntry](), dict[int, list[int]]()
         for sequence, token in rows:
             slot = self._slot_of[id(sequence)]
             own = new.setdefault(slot, [])
@@ -505,22 +332,13 @@ class GpuDecoder(Decoder):
             for slot in new:
                 passes.keep_what_is_whole(self.sequences[slot].cache, self.sequences[slot].num_tokens)
             raise
-        for decoder in self._decoders:
-            decoder._token_seconds = time.perf_counter() - started
         self._end_rows(new)
         return self._logits[: len(rows)]
 
-    def launch_rows(self, entries: Sequence[RowEntry]) -> devices.Mark:
-        """Launches rows through this decoder's own layers; returns what came before."""
-        self._control[:3, : len(entries)] = torch.tensor(entries).T
-        self._control[3, 0] = self._slots.num_changes(self._turn)
-        begin = self.queues.mark()
+    def launch_rows(self, entries: Sequence[RowEntry]) -> None:
+        """Launches rows through this decoder's own layers."""
+        self._control[:, : len(entries)] = torch.tensor(entries).T
         self._runs[len(entries), self._turn]()
-        return begin
-
-    def decide(self, begin: devices.Mark) -> None:
-        """Decides on the slots while rows run that were launched after a mark."""
-        self._slots.between_tokens(1 - self._turn, begin, self._token_seconds)
 
     def wait(self) -> None:
         """Waits for all that was launched: the only wait for a pass, whose logits are returned.
@@ -535,7 +353,6 @@ class GpuDecoder(Decoder):
         if self._inputs.share is not None:
             self._inputs.share.check()
         self._counts.add(self._turn, num_rows)
-        self._slots.token_ended()
         self._turn = 1 - self._turn
 
     def hidden(self, num_rows: int) -> Tensor:
@@ -563,8 +380,7 @@ class GpuDecoder(Decoder):
         """Launches the rows in the control memory; a graph repeats it."""
         buffers = self._buffers
         buffers.control.copy_(self._control, non_blocking=True)
-        self._slots.load(turn)
-        self._step.run(turn, buffers.num_changes, num_rows)
+        self._step.run(turn, num_rows)
         if self._gpu_weights.ends:
             self._logits[:num_rows].copy_(buffers.logits[:num_rows], non_blocking=True)
 

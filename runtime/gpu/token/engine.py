@@ -19,13 +19,12 @@ from moe_pack.runtime import model, offload
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.gpu import cpu_share, devices, fit, placements
 from moe_pack.runtime.gpu.prefill import GpuWeights
-from moe_pack.runtime.gpu.residency import Residency
 from moe_pack.runtime.gpu.token import decoder
 from moe_pack.runtime.gpu.token import step as token_step
 from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import budgets, cache
+from moe_pack.runtime.offload import budgets
 
 _ROUNDING_BYTES = 4 << 20  # the driver allocates in pieces of 2 MiB
 _HEADS = ("head", "embed")  # the roles that can give logits
@@ -49,10 +48,8 @@ class GpuInputs:
     pulled_share: float  # of missing records of one token, that the link brings
     link_rate: float  # bytes a second that the link brings
     popularity: NDArray[Any]  # [L, E], how often experts are chosen, in any unit
-    eviction: Callable[[cache.CacheFacts], cache.Eviction]  # returns the policy for a cache of experts
-    dynamic_share: float = placements.DYNAMIC_SHARE  # of the memory, for records that come and go; 0: none do
+    dynamic_share: float = placements.DYNAMIC_SHARE  # of the memory for experts, for rows on their way
     is_fast: bool = False  # whether a value in prompts is one float16 number, and not two
-    needs_scores: bool = False  # whether the policy uses the routers' scores of all experts
     prediction: PredictionPlan | None = None  # of experts, whose records the link brings ahead; None: none
     # Resident experts replace missing ones with low scores, as in `runtime.offload.split.substitute`, which changes the
     # answer; None: no expert is replaced.
@@ -65,10 +62,8 @@ class GpuInputs:
 
     @property
     def has_link(self) -> NDArray[np.bool_] | None:
-        """The layers whose records may come to slots, bool [L]: those that a GPU reads in host memory; None: all."""
+        """The layers whose records the link may bring, bool [L]: those that a GPU reads in host memory; None: all."""
         num_layers = len(self.pack.layout.experts)
-        if not self.dynamic_share:
-            return np.zeros(num_layers, bool)
         if self.device.type != "cuda" or self.host is None:
             return None
         return np.array([self.host.is_layer_locked(layer_idx) for layer_idx in range(num_layers)])
@@ -118,7 +113,6 @@ class GpuEngine:
                 share=share,
                 exchange=exchange,
                 pulled_share=inputs.pulled_share,
-                needs_scores=inputs.needs_scores,
                 whole_records=placements.work_of_whole(pack.layout, heat),
                 prediction=inputs.prediction,
                 substitution=None
@@ -126,12 +120,9 @@ class GpuEngine:
                 else token_step.Substitution(inputs.alpha, placements.mostly_static(placement, heat)),
                 by_expert=inputs.by_expert,
             )
-            residency = _residency(inputs, self.memory, placement)
             sizes_of_passes = (context_tokens, device, chunk_tokens, cache_dtype)
             rest = (inputs.link_rate, inputs.few_tokens, inputs.sequences.number, inputs.sequences.checkpoints)
-            self.decoder = decoder.GpuDecoder(
-                self.weights, step, residency, *sizes_of_passes, *rest, num_rows=inputs.num_rows
-            )
+            self.decoder = decoder.GpuDecoder(self.weights, step, *sizes_of_passes, *rest, num_rows=inputs.num_rows)
             opened.callback(self.decoder.close)
             self.expert_bytes, self.dynamic_bytes = self.memory.num_bytes, placement.dynamic_bytes
             self.pass_bytes = self.weights.pass_bytes
@@ -173,15 +164,6 @@ def _cpu_shares(
     if inputs.rates is None:
         return share, None
     return share, opened.enter_context(closing(cpu_share.PromptShare(*given, inputs.rates)))
-
-
-def _residency(inputs: GpuInputs, memory: ExpertMemory, placement: placements.GpuPlacement) -> Residency | None:
-    if placement.is_whole or not placement.num_slots.any():
-        return None
-    pages = memory.static_at.shape[2] - placement.first_dynamic
-    k = inputs.pack.spec.router.num_experts_per_tok
-    facts = cache.CacheFacts(pages, int(placement.num_slots.sum()), k, inputs.popularity)
-    return Residency(placement, memory.static_at, memory.slots_at, inputs.eviction(facts))
 
 
 def fit_to_gpu(

@@ -19,7 +19,7 @@ from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select, selec
 from moe_pack.runtime.gpu.kernels.predict import PulledAhead, enter_pulled
 from moe_pack.runtime.gpu.kernels.pull import pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.kernels.tables import HostRows, Landing, LeftToCpu, RunningNeurons
+from moe_pack.runtime.gpu.kernels.tables import HostRows, KeptNeurons, Landing, LeftToCpu, RunningNeurons
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.token.layers import TokenLayers
 
@@ -66,8 +66,9 @@ class _Row:
     running: RunningNeurons
     partials: Tensor
     pulled_partials: Tensor
-    landing: Landing  # the first token alone fills slots
+    landing: Landing
     left: tuple[LeftToCpu, ...]  # of each turn
+    kept: KeptNeurons | None = None  # whose records stay for the tokens that follow in this layer
 
 
 class LayerExperts:
@@ -116,13 +117,13 @@ class _IncompleteExperts(LayerExperts):
         self._rows = [self._row(row, step.inputs.exchange.of_row(row), layer_idx) for row in range(num_rows)]
 
     def _row(self, row: int, exchange: cpu_share.Exchange, layer_idx: int) -> _Row:
-        its, landing = slice(row * self._k, (row + 1) * self._k), self._landing
+        its = slice(row * self._k, (row + 1) * self._k)
         return _Row(
             experts=self._experts[its],
             running=self._running.of_tokens(row, 1, self._k),
             partials=self._own.partials[its],
             pulled_partials=self._own.pulled_partials[its],
-            landing=landing if row == 0 else landing._replace(slots=landing.slots[:, :0]),
+            landing=self._landing,
             left=tuple(of_turn[layer_idx] for of_turn in exchange.left),
         )
 
@@ -134,7 +135,7 @@ class _IncompleteExperts(LayerExperts):
         select(x, row.experts, self._tables, row.running, selector_units)
         compact(
             row.experts, self._tables, row.running, row.landing, self._own.pulled_share, row.left[turn],
-            self._is_split, self._whole_records, self._by_expert,
+            self._is_split, self._whole_records, self._by_expert, kept=row.kept,
         )  # fmt: skip
 
 
@@ -142,7 +143,7 @@ class PulledExperts(_IncompleteExperts):
     """The launches of a layer's experts that the GPU computes alone: the link brings missing rows.
 
     Each other token keeps the first records that it pulls, as far as there is memory, and enters them in the table for
-    the tokens that follow it in this layer. The first token is the last to run: it fills slots.
+    the tokens that follow it in this layer.
     """
 
     def __init__(self, step: _Step, layer_idx: int, num_rows: int) -> None:
@@ -159,15 +160,13 @@ class PulledExperts(_IncompleteExperts):
         most = most // _ALIGNED * _ALIGNED
         if not num_places or not most:
             return None
-        slots, neurons = (
-            each[: num_places * most].view(num_places, most) for each in (own.kept_at[slot_bytes], own.kept_neurons)
-        )
-        kept = PulledAhead(self._experts[k:], slots, neurons, own.kept_counts[:num_places])
+        neurons = own.kept_neurons[: num_places * most].view(num_places, most)
+        kept = PulledAhead(self._experts[k:], neurons, own.kept_counts[:num_places])
         for number, row in enumerate(self._rows[1:]):
             its = _places(kept, number * k, (number + 1) * k)
-            left = [each._replace(pulled=its.neurons, pulled_counts=its.counts) for each in row.left]
-            landing = row.landing._replace(slots=its.slots)
-            self._rows[number + 1] = replace(row, landing=landing, left=tuple(left))
+            at = own.kept_at + number * k * most * slot_bytes // 16
+            landing = row.landing._replace(kept_at=at, num_kept=most)
+            self._rows[number + 1] = replace(row, landing=landing, kept=KeptNeurons(its.neurons, its.counts))
         return kept
 
     def launch(self, turn: int, x: Tensor, then: Callable[[devices.Mark], None]) -> Tensor | None:
@@ -183,11 +182,11 @@ class PulledExperts(_IncompleteExperts):
             pull_records(row.experts, tables, row.running, self._host_rows, is_split=False)
             if number == 0:
                 if kept is not None:  # the next layer's tokens overwrite the records
-                    no_slots = self._own.no_slots[: kept.slots.numel()].view_as(kept.slots)
-                    enter_pulled(kept._replace(slots=no_slots), tables.record_at)
+                    enter_pulled(kept, tables.record_at, -1, 0)
                 then(self._queues.mark())
             elif kept is not None:
-                enter_pulled(_places(kept, (number - 1) * self._k, number * self._k), tables.record_at)
+                its = _places(kept, (number - 1) * self._k, number * self._k)
+                enter_pulled(its, tables.record_at, row.landing.kept_at, row.landing.slot_units)
             neurons(rows_of_x[number], row.experts, tables, row.running, row.partials, "here")
         return None
 
@@ -275,18 +274,13 @@ class Buffers:
         self.matrix = rotation.device_matrix(d, device)
         self.from_tier = torch.zeros((num_rows, d), device=device)
         self.partial = torch.zeros((1, spec.stream_width), device=device)
-        # Records that several tokens of a layer use (`PulledExperts`): where the memory for one is, by its bytes, which
-        # neuron's record is there, and how many each place has. `no_slots` takes them out of the table.
+        # Records that several tokens of a layer use (`PulledExperts`): where they begin, of which neurons they are, and
+        # how many each place has.
         memory, placement = weights.memory, weights.memory.placement
-        begin = memory.dynamic_at + (placement.scratch_bytes - placement.kept_bytes) // 16
-        self.kept_at = {
-            size: torch.arange(placement.kept_bytes // size, dtype=offsets, device=device) * (size // 16) + begin
-            for size in set(placement.slot_bytes.tolist())
-        }
+        self.kept_at = memory.dynamic_at + (placement.scratch_bytes - placement.kept_bytes) // 16
         num_kept = placement.kept_bytes // int(placement.slot_bytes.min())
         self.kept_neurons = torch.zeros(num_kept, dtype=torch.int32, device=device)
         self.kept_counts = torch.zeros(num_places - k, dtype=torch.int32, device=device)
-        self.no_slots = torch.full((num_kept,), -1, dtype=offsets, device=device)
 
 
 def layer_experts(step: _Step, layer_idx: int, num_rows: int = 1) -> LayerExperts:
@@ -298,6 +292,6 @@ def layer_experts(step: _Step, layer_idx: int, num_rows: int = 1) -> LayerExpert
         return LayerExperts(step, layer_idx, num_rows)
     if placement.misses == "pull":
         return PulledExperts(step, layer_idx, num_rows)
-    if inputs.pulled_share > 0 and landing.slots.shape[1] + landing.num_scratch > 0:
+    if inputs.pulled_share > 0 and landing.num_scratch > 0:
         return SharedExperts(step, layer_idx, num_rows)
     return SplitExperts(step, layer_idx, num_rows)

@@ -25,7 +25,7 @@ from moe_pack.runtime.model import PackWeights, caches, layers, residuals
 class LayerBuffers(NamedTuple):
     """Memory for the rows of a pass, allocated once: float32 on the device where nothing else is said."""
 
-    control: Tensor  # int32 [4, R]: tokens, positions and slots of rows, and of the fourth row the first number
+    control: Tensor  # int32 [3, R]: tokens, positions and slots of rows
     x: Tensor  # [R, w], hidden states
     normed: Tensor  # [R, d], the input of a layer's second half
     expert_inputs: Tensor  # [R, d], likewise of its routed experts, where it is another
@@ -42,12 +42,7 @@ class LayerBuffers(NamedTuple):
 
     def rows(self, num_rows: int) -> TokenRows:
         """Returns the first rows of a pass."""
-        return TokenRows(*self.control[:3, :num_rows])
-
-    @property
-    def num_changes(self) -> Tensor:
-        """The changes of the table of records before the pass: int32 [1]."""
-        return self.control[3, :1]
+        return TokenRows(*self.control[:, :num_rows])
 
     @classmethod
     def allocate(
@@ -62,7 +57,7 @@ class LayerBuffers(NamedTuple):
         shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
         routing = Routed.allocate(d, spec.router, device, num_rows)
         return cls(
-            control=torch.zeros((4, num_rows), dtype=torch.int32, device=device),
+            control=torch.zeros((3, num_rows), dtype=torch.int32, device=device),
             x=floats(num_rows, spec.stream_width),
             normed=routing.normed,
             expert_inputs=floats(num_rows, d),

@@ -21,7 +21,7 @@ from moe_pack.runtime.gpu.kernels import matmul, neurons, predict
 from moe_pack.runtime.gpu.kernels.pull import pull_records
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate
 from moe_pack.runtime.gpu.kernels.rows import stored_part
-from moe_pack.runtime.gpu.kernels.tables import HostRows, Landing, LeftToCpu, RunningNeurons
+from moe_pack.runtime.gpu.kernels.tables import HostRows, KeptNeurons, Landing, LeftToCpu, RunningNeurons
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.token.layers import TokenLayers
 from moe_pack.runtime.offload import prefetch
@@ -143,26 +143,24 @@ class RecordPrefetch:
         self._matrix = device_matrix(spec.hidden_size, device)
         numbers = torch.zeros((2, n, f), dtype=torch.int32, device=device)
         self._counts = torch.zeros((2, n), dtype=torch.int32, device=device)
+        self._pulled_neurons = numbers[1].view(-1)
         # Nobody computes what is left: those neurons are computed where their layer lists them.
         a = torch.zeros((n, f), device=device)
-        self._left = LeftToCpu(self._counts[0], numbers[0], a, self._counts[1], numbers[1])
-        self._slots = [torch.zeros(0)] * len(host_rows)
+        self._left = LeftToCpu(self._counts[0], numbers[0], a)
+        self._landing = [Landing(0, 0, 0)] * len(host_rows)
         self.limit(f)
 
     def limit(self, most_records: int) -> None:
         """Pulls at most so many records for an expert; graphs that were captured before keep to what held then."""
-        memory, placement = self._weights.memory, self._placement
-        n, device = placement.num_predicted, self.totals.device
-        half = placement.ahead_bytes // 32
-        begin = memory.dynamic_at + (placement.dynamic_bytes - placement.ahead_bytes) // 16
-        for layer_idx, num_slots in enumerate(np.minimum(placement.num_ahead, most_records).tolist()):
-            slots = torch.arange(n * num_slots, dtype=memory.record_at.dtype, device=device).view(n, num_slots)
+        placement, half = self._placement, self._placement.ahead_bytes // 32
+        begin = self._weights.memory.dynamic_at + (placement.dynamic_bytes - placement.ahead_bytes) // 16
+        for layer_idx, number in enumerate(np.minimum(placement.num_ahead, most_records).tolist()):
             units = int(placement.slot_bytes[layer_idx]) // 16
-            self._slots[layer_idx] = begin + layer_idx % 2 * half + slots * units
+            self._landing[layer_idx] = Landing(0, 0, units, begin + layer_idx % 2 * half, number)
 
     def pulls(self, layer_idx: int) -> bool:
         """Whether records of a layer are pulled ahead."""
-        return layer_idx in self.prediction.launches and self._slots[layer_idx].numel() > 0
+        return layer_idx in self.prediction.launches and self._landing[layer_idx].num_kept > 0
 
     def launch(self, layer_idx: int, partial: Tensor, after: devices.Mark) -> None:
         """Launches the prediction for a layer and the copies of its records, while the layer before runs.
@@ -173,26 +171,26 @@ class RecordPrefetch:
         if not self.pulls(layer_idx):
             return
         tables, layers = self._weights.memory.layers[layer_idx], self._layers
-        host, running, slots = self._host_rows[layer_idx], self._running, self._slots[layer_idx]
+        host, running, landing = self._host_rows[layer_idx], self._running, self._landing[layer_idx]
         rotation, inputs = self._weights.rotation(layer_idx), layers.normed
         if rotation is not None:
             inputs = self._turned
             rotate(layers.normed, rotation, self._matrix, inputs)
-        experts, landing = self.prediction.experts, Landing(slots, 0, 0, 0)
+        experts, pulled = self.prediction.experts, self._pulled(landing)
         neurons.select(inputs, experts, tables, running)
-        neurons.compact(experts, tables, running, landing, self._all, self._left_for(slots), is_split=True)
+        kept = KeptNeurons(pulled.neurons, pulled.counts)
+        neurons.compact(experts, tables, running, landing, self._all, self._left, is_split=True, kept=kept)
         self._queues.wait_for(after)
         pull_records(experts, tables, running, host, is_split=True)
-        predict.enter_pulled(self._pulled(slots), tables.record_at)
+        predict.enter_pulled(pulled, tables.record_at, landing.kept_at, landing.slot_units)
 
     def forget(self, layer_idx: int, running: RunningNeurons) -> None:
         """Launches the removal of a layer's records from its table, after the layer is listed."""
         tables, experts = self._weights.memory.layers[layer_idx], self._layers.routes[layer_idx]
-        predict.forget_pulled(self._pulled(self._slots[layer_idx]), experts, tables, running, self.totals[layer_idx])
+        pulled = self._pulled(self._landing[layer_idx])
+        predict.forget_pulled(pulled, experts, tables, running, self.totals[layer_idx])
 
-    def _left_for(self, slots: Tensor) -> LeftToCpu:
-        return self._left._replace(pulled=self._left.pulled.view(-1)[: slots.numel()].view(slots.shape))
-
-    def _pulled(self, slots: Tensor) -> predict.PulledAhead:
-        left = self._left_for(slots)
-        return predict.PulledAhead(self.prediction.experts, slots, left.pulled, left.pulled_counts)
+    def _pulled(self, landing: Landing) -> predict.PulledAhead:
+        n, number = len(self.prediction.experts), landing.num_kept
+        neurons = self._pulled_neurons[: n * number].view(n, number)
+        return predict.PulledAhead(self.prediction.experts, neurons, self._counts[1])

@@ -52,14 +52,11 @@ class Stage(Protocol):
     def received(self, num_rows: int) -> Tensor:
         """Returns the memory [T, w] for hidden states of rows from the device before."""
 
-    def launch_rows(self, entries: "Sequence[RowEntry]") -> devices.Mark:
-        """Launches rows through these layers; returns what came before."""
+    def launch_rows(self, entries: "Sequence[RowEntry]") -> None:
+        """Launches rows through these layers."""
 
     def hidden(self, num_rows: int) -> Tensor:
         """Returns the hidden states [T, w] of rows after these layers."""
-
-    def decide(self, begin: devices.Mark) -> None:
-        """Decides on the slots while rows run that were launched after a mark."""
 
     def wait(self) -> None:
         """Waits for all that was launched."""
@@ -83,24 +80,20 @@ class Stages:
 
     def run_rows(self, entries: Sequence[RowEntry]) -> None:
         """Runs rows through all layers, and waits for their logits."""
-        begins = list[devices.Mark]()
         number = len(entries)
-        self._launch_rows(self.decoders[0], entries, begins)
+        self._launch_rows(self.decoders[0], entries)
         for before, after in pairwise(self.decoders):
             _hand_over(before.hidden(number), after.received(number), before, after)
-            self._launch_rows(after, entries, begins)
-        for decoder, begin in zip(self.decoders, begins, strict=True):
-            with decoder.queues.current():
-                decoder.decide(begin)
+            self._launch_rows(after, entries)
         with self.decoders[-1].queues.current():
             self.decoders[-1].wait()
         for decoder in self.decoders:
             decoder.end_rows(number)
 
     @staticmethod
-    def _launch_rows(decoder: "Stage", entries: Sequence[RowEntry], begins: list[devices.Mark]) -> None:
+    def _launch_rows(decoder: "Stage", entries: Sequence[RowEntry]) -> None:
         with decoder.queues.current():
-            begins.append(decoder.launch_rows(entries))
+            decoder.launch_rows(entries)
 
     # ---- passes of many tokens --------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moe_pack.runtime.gpu import cpu_share, devices, placements
 from moe_pack.runtime.gpu.kernels import elementwise, grids, matmul, rotation
-from moe_pack.runtime.gpu.kernels.pull import enter_rows
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice
 from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows
@@ -42,7 +41,6 @@ class StepInputs:
     share: cpu_share.CpuShare | None  # computes what is left to the CPU; None if everything is pulled or resident
     exchange: cpu_share.Exchange  # of the share
     pulled_share: float  # of the missing records, that the link brings
-    needs_scores: bool  # whether the policy uses the routers' scores of all experts
     whole_records: NDArray[np.float64]  # [L], the work of the CPU for an expert without its selector, in records
     prediction: PredictionPlan | None = None  # of experts; None: none are predicted
     substitution: Substitution | None = None  # of experts; None: nothing replaces them
@@ -83,7 +81,7 @@ class TokenStep:
     """The launches of few tokens, experts included, and the page-locked memory that the host exchanges with them.
 
     Args:    layers: by number of rows, 1 among them, with the same buffers.   num_sms: multiprocessors of the GPU, by
-             which work is divided.   most_changes: of a pass.
+             which work is divided.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class TokenStep:
         layers: Mapping[int, TokenLayers],
         inputs: StepInputs,
         num_sms: int,
-        most_changes: int,
     ) -> None:
         alone, num_layers = layers[1], len(weights.spec.moe_layers)
         device = alone.x.device
@@ -122,26 +119,16 @@ class TokenStep:
         buffers = alone.buffers
         self.routes = self._page_locked(buffers.routes)  # int32 [turns, L, R, k]
         self.totals = self._page_locked(self.own.totals)  # int32 [turns, L, R * k, 4]: HERE, PULLED, LEFT, MISSING
-        # float32 [turns, L, R, E], if the policy needs scores.
-        self.router_logits = self._page_locked(buffers.router_logits if inputs.needs_scores else None)
         # int32 [turns, L, n, 3], the prefetch's totals.
         self.ahead = self._page_locked(None if self.prefetch is None else self.prefetch.totals)
         # int32 [turns, L, R], experts that ran in place of the routers'.
         self._num_changed = self._page_locked(self.own.num_changed if any(self._choices[1]) else None)
         # The hidden states of rows, from the layers on another device; None: rows begin with embeddings.
         self.received = None if weights.begins else ReceivedRows.allocate(buffers.x)
-        # [turns, most_changes, 2], places and values for the table of records, which the host writes.
-        shape, offsets = (placements.NUM_TURNS, most_changes, 2), weights.memory.record_at.dtype
-        self.changes = torch.zeros(shape, dtype=offsets, pin_memory=device.type == "cuda")
 
-    def run(self, turn: int, num_changes: Tensor, num_rows: int = 1) -> None:
-        """Launches the forward pass, from the rows in their buffer to `logits`, `routes` and `totals`.
-
-        Args:    num_changes: int32 [1] on the device, the valid entries of `changes`.
-        """
+    def run(self, turn: int, num_rows: int = 1) -> None:
+        """Launches the forward pass, from the rows in their buffer to `logits`, `routes` and `totals`."""
         layers, spec = self._rows[num_rows].layers, self.spec
-        if self.changes.numel():
-            enter_rows(self.changes[turn], num_changes, self.weights.memory.record_at.view(-1))
         if self.received is None:
             layers.start()
         else:

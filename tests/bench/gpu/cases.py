@@ -25,7 +25,6 @@ from support.attending import AttendingToken, AttentionShape
 from support.gpu_layers import layer_of, partly_there, random_layer, running_on
 from support.interpreted_bf16 import correct_bf16
 from support.kernel_twins import (
-    bring_plain,
     compact_plain,
     listed_in_blocks,
     pull_records_plain,
@@ -67,7 +66,7 @@ from moe_pack.runtime.gpu.kernels.grouped import Group, PassMemory, combine, run
 from moe_pack.runtime.gpu.kernels.halves import Halves, padded, round_rows
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
-from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels.pull import pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.router import Routed, Router
 from moe_pack.runtime.gpu.kernels.router import route as route_kernel
@@ -176,9 +175,6 @@ def cases(size: Size) -> Iterator[Case]:
     kinds = [_shape(name, "up", size) for name in mixed]
     yield from _token_cases("up, of several kinds", kinds)
     yield Case("run_group, combine", "up, of several kinds, 20 tokens", partial(_grouped, kinds, 20, 2))
-    for row_units in (1, 9, 700):
-        yield Case("bring", f"rows of {16 * row_units} bytes", partial(bring_case, row_units, 13))
-    yield Case("enter_rows", "1500 changes", partial(enter_rows_case, 1500))
     yield Case("reduce", f"8 experts, 16 sums, {d}", partial(reduce_case, (8, 16, d), ("pulled", "host", "residual")))
     yield Case("hand_over", f"6 experts, {d}", partial(hand_over_case, 6, d))
     for shape, kv_dtype in _ATTENTION[size]:
@@ -409,6 +405,7 @@ def _token(shapes: Sequence[Shape], is_split: bool, device: torch.device) -> Pre
     chosen, share = torch.arange(k - 1, -1, -1, dtype=torch.int32), torch.tensor([0.75])
     tables, given, experts, share_there = there.tables, x[0].to(device), chosen.to(device), share.to(device)
     found, left = running_on(_unwritten(RunningNeurons.allocate(k, f, CPU)), device), there.pinned(k)
+    kept = there.kept(k)
     selector_units = None
     if selector != "none" and not is_split:
         selector_units = torch.full((k, f), -7, dtype=torch.int32, device=device)
@@ -418,7 +415,7 @@ def _token(shapes: Sequence[Shape], is_split: bool, device: torch.device) -> Pre
         if selector_units is not None:
             pull_selectors(experts, tables, there.host, there.selectors_at, selector_units)
         select(given, experts, tables, found, selector_units)
-        compact(experts, tables, found, there.landing, share_there, left, is_split)
+        compact(experts, tables, found, there.landing, share_there, left, is_split, kept=kept)
         pull_records(experts, tables, found, there.host, is_split)
         neurons(given, experts, tables, found, here, "here")
         if is_split:
@@ -426,15 +423,15 @@ def _token(shapes: Sequence[Shape], is_split: bool, device: torch.device) -> Pre
 
     def is_as_the_twin(on_host: RunningNeurons) -> bool:
         """Whether lists and pulled rows are the twin's, bit for bit."""
-        expected, expected_left = _unwritten(on_host), twin.pinned(k)
+        expected, expected_left, expected_kept = _unwritten(on_host), twin.pinned(k), twin.kept(k)
         if selector_units is not None:
             pull_selectors_plain(chosen, twin.tables, twin.host, twin.selectors_at, selector_units.cpu())
-        compact_plain(chosen, twin.tables, expected, twin.landing, share, expected_left, is_split)
+        compact_plain(chosen, twin.tables, expected, twin.landing, share, expected_left, is_split, kept=expected_kept)
         pull_records_plain(chosen, twin.tables, expected, twin.host, is_split)
         pairs = [(tables.arena.cpu(), twin.tables.arena)]
         pairs += [(getattr(on_host, name), getattr(expected, name)) for name in ("neurons", "units", "totals")]
-        names = ("counts", "neurons", "a", "pulled_counts", "pulled")
-        pairs += [(getattr(left, name), getattr(expected_left, name)) for name in names]
+        pairs += [(getattr(left, name), getattr(expected_left, name)) for name in ("counts", "neurons", "a")]
+        pairs += [(ours.cpu(), theirs) for ours, theirs in zip(kept or (), expected_kept or (), strict=True)]
         return all(torch.equal(*pair) for pair in pairs)
 
     def compare() -> Difference:
@@ -647,35 +644,6 @@ def latent_case(shape: LatentShape, device: torch.device) -> Prepared:
         return Difference(error, _TENSOR_CORES)
 
     return Prepared(launch, compare)
-
-
-# --- rows that come
-
-
-def bring_case(row_units: int, count: int, device: torch.device) -> Prepared:
-    draw = torch.Generator().manual_seed(0)
-    host = torch.randint(256, (20, 16 * row_units), generator=draw, dtype=torch.uint8).flatten()
-    sources = torch.randperm(20, generator=draw)[:count] * row_units
-    targets = (torch.randperm(16, generator=draw)[:count] * row_units).to(torch.int32)
-    expected = torch.full((16 * 16 * row_units,), 7, dtype=torch.uint8)
-    arena = expected.to(device, copy=True)
-    bring_plain(sources, targets, row_units, host, expected)
-    rows = host.pin_memory() if device.type == "cuda" else host
-    return Prepared(
-        partial(bring, sources.to(device), targets.to(device), row_units, rows, arena),
-        lambda: exact(torch.equal(arena.cpu(), expected)),
-    )
-
-
-def enter_rows_case(number: int, device: torch.device) -> Prepared:
-    """The first of a list of 2000 changes."""
-    draw = torch.Generator().manual_seed(0)
-    changes = torch.stack([torch.randperm(3000, generator=draw)[:2000], torch.arange(2000) - 7], dim=1).to(torch.int32)
-    expected, count = torch.arange(3000, dtype=torch.int32), torch.tensor([number], dtype=torch.int32, device=device)
-    table = expected.to(device, copy=True)
-    expected[changes[:number, 0].long()] = changes[:number, 1]
-    listed = changes.pin_memory() if device.type == "cuda" else changes
-    return Prepared(partial(enter_rows, listed, count, table), lambda: exact(torch.equal(table.cpu(), expected)))
 
 
 def main(device_name: str, size: Size, first: int) -> int:

@@ -155,7 +155,6 @@ class EngineRequest:
             share=usual_share if self.share is None else self.share,
             misses=misses if self.ram_bytes is None else "disk",
             pulled_share=0.0 if self.misses == "cpu" else 0.5,
-            policy=policy,
             prediction=prediction if num_predicted and self.ram_bytes is None else None,
             chunk_tokens=_CHUNK_TOKENS,
             context_tokens=context_tokens,
@@ -182,7 +181,6 @@ class Speed:
     pulled: float  # over the link
     left: float  # by the CPU, without those of the experts of `whole_per_token`
     whole_per_token: float  # experts that the CPU computed whole
-    promoted_per_token: float  # records that were copied while tokens ran
     ahead_per_token: float  # records that were pulled before their layer
     ahead_needed: float  # share of these that ran
     bytes_per_token: float  # over the link
@@ -304,7 +302,6 @@ class EngineBench:
             pulled=found.pulled / running,
             left=found.left / running,
             whole_per_token=found.whole / decode_tokens,
-            promoted_per_token=found.promoted / decode_tokens,
             ahead_per_token=found.ahead / decode_tokens,
             ahead_needed=found.ahead_ran / max(found.ahead, 1),
             bytes_per_token=found.link_bytes / decode_tokens,

@@ -253,11 +253,8 @@ class _Lists:
             counts=locked(torch.int32, k),
             neurons=locked(torch.int32, k, f),
             a=locked(torch.float32, k, f),
-            pulled_counts=locked(torch.int32, k),
-            pulled=locked(torch.int32, k, 0),
         )
-        slots = torch.zeros((k, 0), dtype=torch.int32, device=device)
-        landing = Landing(slots, 0, f, experts.tables.kinds[0].record_units)
+        landing = Landing(0, f, experts.tables.kinds[0].record_units)
         return cls(experts, RunningNeurons.allocate(k, f, device), landing, left)
 
     def compact(self, batch: Tensor) -> None:

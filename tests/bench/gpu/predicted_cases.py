@@ -113,7 +113,6 @@ def pulled_ahead_case(selector: Selector, device: torch.device) -> Prepared:
     tables = replace(layer.tables, record_at=table, thresholds=layer.tables.thresholds.to(device))
     pulled = PulledAhead(
         torch.tensor([1, 0], dtype=torch.int32).to(device),
-        torch.arange(560, dtype=torch.int32).view(2, 280).to(device),
         neurons.to(device),
         torch.tensor(counts, dtype=torch.int32).to(device),
     )
@@ -121,7 +120,7 @@ def pulled_ahead_case(selector: Selector, device: torch.device) -> Prepared:
     chosen = torch.tensor([2, 1], dtype=torch.int32).to(device)
 
     def launch() -> None:
-        enter_pulled(pulled, table)
+        enter_pulled(pulled, table, 0, 1)
         entered.copy_(table)
         forget_pulled(pulled, chosen, tables, running, totals)
 

@@ -248,7 +248,7 @@ def moved_bytes(
     assert num_rows == 1 or is_pull or placement.is_whole, "passes of rows that the CPU shares are not predicted"
     k, f = spec.router.num_experts_per_tok, spec.expert.intermediate_size
     selector, record = _row_bytes(subject.layout)
-    in_gpu, missing = running_rows(placement, runs, needs_selector=not is_pull)
+    in_gpu, missing = running_rows(placement, runs)
     is_whole = ~(placement.has_selector | is_pull)  # the CPU selects, and computes all rows
     chosen = (np.arange(len(selector))[:, None], subject.routes)  # of [L, E]: [T, L, k]
     times = subject.times_chosen(num_rows)

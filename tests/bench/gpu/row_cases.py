@@ -129,13 +129,9 @@ def _experts(name: Name, d: int, f: int, device: torch.device) -> Run:
     def run(rows: slice) -> tuple[Tensor, ...]:
         number, experts = rows.stop - rows.start, routes[rows].reshape(-1)
         running = RunningNeurons.allocate(_K, f, device, num_tokens=number)
-        landing = Landing(
-            torch.zeros((number * _K, 0), dtype=torch.int32, device=device), 0, f, tables.kinds[0].record_units
-        )
+        landing = Landing(0, f, tables.kinds[0].record_units)
         sizes = (number * _K, f)
-        left = LeftToCpu(
-            numbers(sizes[0]), numbers(*sizes), numbers(*sizes).float(), numbers(sizes[0]), numbers(sizes[0], 0)
-        )
+        left = LeftToCpu(numbers(sizes[0]), numbers(*sizes), numbers(*sizes).float())
         sums = nans((number * _K, _NUM_SUMS, d), device)
         select(x[rows], experts, tables, running)
         compact(experts, tables, running, landing, share, left, is_split=False, num_tokens=number)

@@ -92,19 +92,20 @@ def test_static_rows_are_the_packs_in_every_budget(misses: Misses, opened: tuple
                             check_row(pack, memory, ExpertKey(l, e), 95, int(tables.selector_at[e, 95]), True)
 
 
-def test_static_rows_slots_and_scratch_memory_do_not_overlap(opened: tuple[Pack, HostArena]) -> None:
+def test_static_rows_scratch_memory_and_records_ahead_do_not_overlap(opened: tuple[Pack, HostArena]) -> None:
     pack, host = opened
     for misses in MISSES:
         for placement in placements(pack, misses):
+            assert placement.kept_bytes <= placement.scratch_bytes
+            assert placement.scratch_bytes + placement.ahead_bytes <= placement.dynamic_bytes
             with closing(ExpertMemory(pack, placement, host, CPU)) as memory:
-                ends = memory.slots_at + placement.num_slots * placement.slot_bytes // 16
-                assert (memory.slots_at[1:] >= ends[:-1]).all()
-                assert memory.slots_at[0] == memory.dynamic_at + placement.scratch_bytes // 16
-                assert ends[-1] <= memory.dynamic_at + placement.dynamic_bytes // 16
+                lacks = (placement.first_dynamic < NUM_ROWS).any(axis=1) & (misses != "disk")
+                for l in np.flatnonzero(lacks):
+                    landing = memory.landing[l]
+                    scratch_bytes = 16 * placement.num_active * landing.num_scratch * landing.slot_units
+                    assert landing.scratch_at == memory.dynamic_at and scratch_bytes <= placement.scratch_bytes
                 if not placement.is_whole:
-                    assert memory.static_at.max() < memory.dynamic_at
-                landing = placement.num_active * placement.num_landing
-                assert (landing <= placement.num_slots).all()
+                    assert int(memory.record_at.max()) < memory.dynamic_at
 
 
 def test_experts_without_their_selector_have_no_records(opened: tuple[Pack, HostArena]) -> None:
@@ -117,7 +118,7 @@ def test_whole_experts_are_static_where_the_disk_has_the_others(opened: tuple[Pa
     pack, _ = opened
     for placement in placements(pack, "disk"):
         is_static = placement.first_dynamic == NUM_ROWS
-        assert (is_static | (placement.first_dynamic == 0)).all() and not placement.num_slots.any()
+        assert (is_static | (placement.first_dynamic == 0)).all()
 
 
 def test_what_is_chosen_most_is_static_first(opened: tuple[Pack, HostArena]) -> None:
@@ -130,11 +131,12 @@ def test_what_is_chosen_most_is_static_first(opened: tuple[Pack, HostArena]) -> 
         assert (placement.first_dynamic[:, 3] == NUM_ROWS).all() and placement.has_selector[:, 3].all()
 
 
-def test_layers_that_the_gpu_cannot_read_have_no_slots(opened: tuple[Pack, HostArena]) -> None:
+def test_of_layers_that_the_gpu_cannot_read_nothing_is_pulled(opened: tuple[Pack, HostArena]) -> None:
     pack, _ = opened
     whole = place_experts(pack.layout, 1 << 40, "split").num_bytes
-    found = place_experts(pack.layout, int(0.6 * whole), "split", has_link=np.array([True, False]))
-    assert found.num_slots[0] and not found.num_slots[1] and not found.num_landing[1]
+    has_link = np.array([True, False])
+    found = place_experts(pack.layout, int(0.6 * whole), "split", has_link=has_link, is_pulled=True, num_predicted=2)
+    assert found.num_scratch[0] and found.num_ahead[0] and not found.num_scratch[1] and not found.num_ahead[1]
 
 
 def test_too_little_memory_is_refused_with_what_is_needed(opened: tuple[Pack, HostArena]) -> None:
@@ -165,7 +167,7 @@ def test_more_memory_never_has_fewer_rows(misses: Misses, is_sparse: bool) -> No
     for num_bytes in np.linspace(least, place_experts(layout, 1 << 40, misses).num_bytes, 30).astype(int).tolist():
         placement = place_experts(layout, num_bytes, misses, heat=heat)
         assert placement.num_bytes <= num_bytes
-        found.append(int(placement.first_dynamic.sum() + placement.num_slots.sum()))
+        found.append(int(placement.first_dynamic.sum()))
     assert found[-1] == 32 * 8 * 14336
     assert all(more >= 0.999 * less for less, more in pairwise(found)), found
 
@@ -177,7 +179,7 @@ def test_offsets_reach_all_of_the_memory() -> None:
     assert [offset_bytes_for(layout, most) for most in (11 << 30, reach, reach + 1, 1 << 40)] == [4, 4, 8, 8]
     near, far = (place_experts(layout, 64 << 30, "split", offset_bytes=offset_bytes) for offset_bytes in (4, 8))
     num_neurons = 14336 * layout.spec.router.num_experts * len(layout.experts)
-    assert far.other_bytes - near.other_bytes == 4 * (2 * num_neurons + 2 * 32 * 2 * 256)
+    assert far.other_bytes - near.other_bytes == 4 * 2 * num_neurons
     assert 63 << 30 < far.num_bytes <= 64 << 30
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.gpu_runs import CPU, TOLERANCE, GpuRun, gpu_decoder, reference_logits
+from support.gpu_runs import CPU, GpuRun, gpu_decoder
 from support.models import TinyMixtral, pack
 from support.ordered_engine import Watch
 from support.ordered_work import OrderError
@@ -20,14 +20,12 @@ from support.ordered_work import OrderError
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.gpu import devices
 from moe_pack.runtime.gpu.devices import Queues
-from moe_pack.runtime.gpu.residency import Residency
 from moe_pack.runtime.gpu.token import experts as layer_experts
-from moe_pack.runtime.gpu.token.decoder import GpuDecoder, MovingSlots
+from moe_pack.runtime.gpu.token.decoder import GpuDecoder
 from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.token.step import TokenStep
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="kernels run on a GPU")
-MOVING = GpuRun(0.6, pulled_share=0.0, dynamic_share=0.4)
 IDS = [(37 * i + 5) % 96 for i in range(12)]
 
 
@@ -64,6 +62,11 @@ def split(folder: Path) -> None:
     run_tokens(folder, GpuRun(0.4), 1)
 
 
+def two_tokens(folder: Path) -> None:
+    """The same twice, which is two graphs."""
+    run_tokens(folder, GpuRun(0.4), 2)
+
+
 def predicted(folder: Path) -> None:
     """A token for which records are pulled ahead."""
     run_tokens(folder, GpuRun(0.6, dynamic_share=0.3, prediction=PredictionPlan({1: "router"}, 2, None)), 1)
@@ -72,11 +75,6 @@ def predicted(folder: Path) -> None:
 def resident(folder: Path) -> None:
     """A token with all experts on the GPU, whose kernels may start before the end of the one before."""
     run_tokens(folder, GpuRun(1.0), 1)
-
-
-def moving(folder: Path) -> None:
-    """Tokens whose missing records are copied to slots meanwhile, until some have to leave."""
-    run_tokens(folder, MOVING, len(IDS))
 
 
 def prompt(folder: Path) -> None:
@@ -117,16 +115,9 @@ MUTANTS = (
            "chained(self.weights.memory.placement.is_whole and layers.is_chained)", "chained()", split,
            "starts early, and not directly after a kernel"),
     Mutant("a graph waits for another", TokenStep, "run", "layers.start()",
-           "self.inputs.queues.wait_for(self._own_pulled); layers.start()", moving, "in another graph"),
+           "self.inputs.queues.wait_for(self._own_pulled); layers.start()", two_tokens, "in another graph"),
     Mutant("the host does not wait for a token", GpuDecoder, "wait", "self.queues.mark().wait()", "pass",
            split, "host reads page-locked .* current stream writes"),
-    Mutant("the host reads what a token writes", GpuDecoder, "decide", "between_tokens(1 - self._turn",
-           "between_tokens(self._turn", moving, "host reads page-locked .* current stream writes"),
-    Mutant("the host writes what a copy reads", MovingSlots, "between_tokens",
-           "0 if self._coming else self._most_promoted(token_seconds)", "self._most_promoted(token_seconds)", moving,
-           "host writes page-locked .* copies reads"),
-    Mutant("slots are given while tables name them", Residency, "_make_space", "self._set(self._record[slots], -1)",
-           "pass", moving, "_neurons_kernel .* current stream reads .* _bring_kernel .* copies writes"),
     Mutant("experts are used before they are there", Queues, "wait_for",
            "torch.cuda.current_stream().wait_event(mark.event)", "pass", prompt,
            "current stream reads uint8 .* copies writes"),
@@ -141,7 +132,6 @@ MUTANTS = (
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_fault_of_order_is_found(mutant: Mutant, folder: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.apply(monkeypatch)
-    watch.order.is_late = mutant.run is moving
     with pytest.raises(OrderError, match=mutant.found):
         mutant.run(folder)
 
@@ -158,16 +148,6 @@ def test_the_engine_is_in_order(run: Callable[[Path], None], forks: set[str], fo
 
 def used_streams(watch: Watch) -> set[str]:
     return {stream.name for stream in watch.order.streams if stream.works}
-
-
-def test_records_that_come_late_change_no_answer(folder: Path, watch: Watch) -> None:
-    """Copies that are not there yet when the host asks: no others begin, and the next token runs without them."""
-    watch.order.is_late = True
-    with gpu_decoder(folder, MOVING) as built:
-        found = torch.cat([built.logits(IDS[:2]), *(built.logits([token]) for token in IDS[2:6])])
-        assert built.counts().promoted and not watch.order.is_late
-    assert used_streams(watch) == {"current stream", "cpu", "copies"}
-    assert (found - reference_logits(folder, IDS[:6])).abs().max() < TOLERANCE
 
 
 def ordered_queues(watch: Watch) -> tuple[Queues, torch.Tensor]:

@@ -95,11 +95,11 @@ def subject(*routes: tuple[int, int]) -> Subject:
 
 
 def placement(misses: Misses, has_selector: bool) -> GpuPlacement:
-    """32 rows of the first expert and 16 of the second are resident, and 48 slots, of which 16 wait for records."""
+    """32 rows of the first expert and 16 of the second are resident; 4 of each can be pulled."""
     first_dynamic, zeros = np.array([[32, 16 * has_selector, 64]]), np.zeros(1, np.int64)
     return GpuPlacement(
-        misses, np.array([[True, has_selector, True]]), first_dynamic, zeros, num_slots=zeros + 48, slot_bytes=zeros,
-        num_landing=zeros + 4, num_scratch=zeros, num_ahead=zeros, scratch_bytes=0, ahead_bytes=0, dynamic_bytes=1,
+        misses, np.array([[True, has_selector, True]]), first_dynamic, zeros, slot_bytes=zeros,
+        num_scratch=zeros + 4, num_ahead=zeros, scratch_bytes=0, ahead_bytes=0, dynamic_bytes=1,
         other_bytes=0, offset_bytes=4, num_rows=64, num_active=2, num_predicted=0,
     )  # fmt: skip
 
@@ -109,18 +109,18 @@ def test_bytes_of_neurons_by_where_their_records_are() -> None:
     expert = one.layout.experts[0][0]
     assert expert.selector is not None
     record, selector = expert.records.row_bytes, 64 * expert.selector.row_bytes
-    found = moved_bytes(one, placement("split", True), runs, 0.25, num_sms=4)
-    # Of 32 and 48 missing records 32 are in slots: 40%. Of the others a quarter is pulled, or four.
-    np.testing.assert_allclose(found.here, [[(16 + 8 + 0.4 * 40) * (record + 8)]])
-    np.testing.assert_allclose(found.pulled, [[(0.25 * 9.6 + 0.25 * 14.4) * record]])
-    np.testing.assert_allclose(found.left, [[0.75 * 24 * record]])
+    found = moved_bytes(one, placement("split", True), runs, 0.125, num_sms=4)
+    # Half of 32 and 48 missing records run. Of these an eighth is pulled, or four.
+    np.testing.assert_allclose(found.here, [[(16 + 8) * (record + 8)]])
+    np.testing.assert_allclose(found.pulled, [[0.125 * (16 + 24) * record]])
+    np.testing.assert_allclose(found.left, [[0.875 * 40 * record]])
     np.testing.assert_allclose(found.select, [[2 * (selector + 2 * 4 * 64)]])
     assert found.partials == 4 * 2 * num_partials(2, 64, 4) * 256
     most = moved_bytes(one, placement("split", True), runs, 1.0, num_sms=4)
     np.testing.assert_allclose(most.pulled, [[(4 + 4) * record]])
 
     pulled = moved_bytes(one, placement("pull", True), runs, 0.25, num_sms=4)
-    np.testing.assert_allclose(pulled.pulled, [[24 * record]])
+    np.testing.assert_allclose(pulled.pulled, [[40 * record]])
     assert not pulled.left.any() and not pulled.selectors.any()
 
 
@@ -129,14 +129,14 @@ def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
     expert = one.layout.experts[0][0]
     record, selector = expert.records.row_bytes, expert.selector_bytes
     found = moved_bytes(one, placement("split", False), runs, 0.0, num_sms=4)
-    # The 32 missing records of the first expert are in slots; the CPU has all of the second.
-    np.testing.assert_allclose(found.here, [[32 * (record + 8)]])
-    np.testing.assert_allclose(found.left, [[selector + 32 * record]])
+    # Half of the first expert's 32 missing records run; the CPU has all of the second.
+    np.testing.assert_allclose(found.here, [[16 * (record + 8)]])
+    np.testing.assert_allclose(found.left, [[selector + (16 + 32) * record]])
     np.testing.assert_allclose(found.select, [[selector + 2 * 4 * 64]])
 
     pulled = moved_bytes(one, placement("pull", False), runs, 0.0, num_sms=4)
     np.testing.assert_allclose(pulled.selectors, [[selector]])
-    np.testing.assert_allclose(pulled.pulled, [[(16 + 32) * (1 - 32 / 96) * record]])
+    np.testing.assert_allclose(pulled.pulled, [[(16 + 32) * record]])
 
 
 def test_rows_of_a_pass_read_what_they_share_once() -> None:

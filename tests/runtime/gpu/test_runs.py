@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from support.gpu_runs import (
 )
 from support.models import TinyMixtral, pack
 from support.native import kernels_limited_to
-from support.played_slots import played, recorded_tokens
+from support.played_memory import played, recorded_tokens
 from support.synthetic import made, small
 
 from moe_pack.convert.pipeline import convert
@@ -38,11 +37,9 @@ from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.placements import Misses, place_experts, usual_heat
 from moe_pack.runtime.gpu.token.engine import run_everything
 from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
-from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
+from moe_pack.runtime.model import Decoder, NativeOperations, PackWeights
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.model.compute.router import expert_scores
-from moe_pack.runtime.model.layers import router_logits, run_one_by_one
-from moe_pack.runtime.offload import PRESETS, CacheFacts
+from moe_pack.runtime.offload import CacheFacts
 from moe_pack.runtime.offload.eviction import Importance
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
@@ -80,9 +77,9 @@ def test_logits_are_the_references_on_every_way_to_what_is_missing(tmp_path: Pat
     expected = reference_logits(folder, LONG_IDS)
     for run in (
         GpuRun(0.0, cpu_share=0.3),
-        GpuRun(0.6, pulled_share=0.0, policy="corm"),
+        GpuRun(0.6, pulled_share=0.0),
         GpuRun(0.4, pulled_share=1.0, dynamic_share=0.9),
-        GpuRun(0.5, policy="fiddler", cpu_share=3.0, dynamic_share=0.0),
+        GpuRun(0.5, cpu_share=3.0, dynamic_share=0.0),
         GpuRun(0.4, "disk"),
         GpuRun(0.5, offset_bytes=8),
         GpuRun(0.4, "pull", offset_bytes=8),
@@ -97,22 +94,20 @@ def test_logits_are_the_references_on_every_way_to_what_is_missing(tmp_path: Pat
 def test_what_tokens_need_is_counted(tmp_path: Path) -> None:
     folder = packed(tmp_path, sparse=True)
     found = {}
-    fixed = GpuRun(0.5, dynamic_share=0.0)
-    for run in (GpuRun(1.0), GpuRun(0.0), GpuRun(0.5), GpuRun(0.5, "pull"), GpuRun(0.5, pulled_share=0.0), fixed):
+    for run in (GpuRun(1.0), GpuRun(0.0), GpuRun(0.5), GpuRun(0.5, "pull"), GpuRun(0.5, pulled_share=0.0)):
         with gpu_decoder(folder, run) as decoder:
             for token in LONG_IDS:
                 decoder.next_logits([token])
             assert decoder.routes.shape == (2, 2)
             found[run] = decoder.counts()
-    whole, none, some, pulled, left, static = found.values()
+    whole, none, some, pulled, left = found.values()
     num_neurons = whole.resident
     assert num_neurons and (whole.pulled, whole.left, whole.whole, whole.link_bytes) == (0, 0, 0, 0)
     assert none.whole == 4 * len(LONG_IDS) and not none.resident
-    assert some.pulled and some.left and some.link_bytes and not some.promoted
+    assert some.pulled and some.left and some.link_bytes
     assert some.resident + some.pulled + some.left == num_neurons
     assert pulled.pulled and not pulled.left and pulled.resident + pulled.pulled == num_neurons
-    assert left.left and left.promoted and not left.pulled
-    assert static.resident and static.left and not (static.pulled or static.promoted or static.link_bytes)
+    assert left.resident and left.left and not (left.pulled or left.link_bytes)
     assert all(counts.tokens == len(LONG_IDS) for counts in found.values())
 
 
@@ -130,34 +125,7 @@ class Seen(Importance):
 
 
 @pytest.mark.slow
-def test_a_policy_gets_the_routers_scores_of_all_experts(tmp_path: Path) -> None:
-    folder, seen = packed(tmp_path, sparse=True), list[Seen]()
-
-    def eviction(facts: CacheFacts) -> Seen:
-        seen.append(Seen(facts))
-        return seen[-1]
-
-    run = GpuRun(0.6, pulled_share=0.0, dynamic_share=0.5, policy="importance")
-    with gpu_decoder(folder, run, eviction=eviction) as decoder:
-        for token in LONG_IDS:
-            decoder.next_logits([token])
-    expected: list[list[torch.Tensor]] = [[], []]
-
-    class Scoring(PackWeights, ExpertRunner):
-        def run_experts(self, layer_idx: int, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-            expected[layer_idx].append(expert_scores(router_logits(x, self, layer_idx), self.spec.router)[0])
-            return run_one_by_one(x, rest[0], rest[1], self, layer_idx)
-
-    with Pack(folder) as opened:
-        reference = Decoder(Scoring(opened, CPU), 64)
-        for token in LONG_IDS:
-            reference.next_logits([token])
-    for found, known in zip(seen[-1].scores, expected, strict=True):  # the last token's are still to be looked at
-        assert np.abs(np.stack(found) - torch.stack(known[:-1]).numpy()).max() < 1e-6
-
-
-@pytest.mark.slow
-def test_slots_are_as_they_are_played(tmp_path: Path) -> None:
+def test_counts_are_as_they_are_played(tmp_path: Path) -> None:
     """The engine's counts are those of a play of the same tokens, which computes nothing."""
     folder, ids = packed(tmp_path, sparse=True), [*LONG_IDS, *LONG_IDS]
     prediction = PredictionPlan({1: "router"}, 2, None)
@@ -173,10 +141,10 @@ def test_slots_are_as_they_are_played(tmp_path: Path) -> None:
         heat, room = usual_heat(opened.layout, opened.thresholds), expert_bytes_for(opened, run.share)
         placement = place_experts(opened.layout, room, "split", popularity, heat, run.dynamic_share, num_predicted=2)
         most_ahead = int(placement.num_ahead[1])
-        expected = played(placement, PRESETS["lru"], popularity, tokens, most_ahead)
-    assert expected.promoted and found.resident == expected.resident
+        expected = played(placement, tokens, most_ahead)
+    assert expected.resident and found.resident == expected.resident
     assert expected.ahead and (found.ahead, found.ahead_ran) == (expected.ahead, expected.ahead_ran)
-    assert (found.left, found.promoted) == (expected.left - expected.whole, expected.promoted)
+    assert found.left == expected.left - expected.whole
 
 
 @pytest.mark.slow

@@ -76,7 +76,8 @@ def run_layer(
         selector_units = torch.full_like(found.neurons, -7)
         pull_selectors_plain(numbers, tables, layer.host, layer.selectors_at, selector_units)
     select(there, numbers, tables, found, selector_units)
-    compact(numbers, tables, found, layer.landing, torch.tensor([share], device=device), left, is_split)
+    part, kept = torch.tensor([share], device=device), layer.kept(len(experts))
+    compact(numbers, tables, found, layer.landing, part, left, is_split, kept=kept)
     pull_records_plain(numbers, tables, found, layer.host, is_split)
     here, pulled = torch.full((2, len(experts), num_partials, len(x)), torch.nan, device=device)
     neurons(there, numbers, tables, found, here, "here")
@@ -283,13 +284,13 @@ def test_outputs_are_the_same_bits_whatever_the_arena_lacks_and_wherever_rows_li
     threshold = threshold_at(activations(x[None], experts[1].block(), "silu").of(selector), 0.5)
     found = [
         run_layer(
-            partly_there(layer_of(experts, seed, [threshold] * 2), kernel_device, share, 2, num_slots, lacks, seed),
+            partly_there(layer_of(experts, seed, [threshold] * 2), kernel_device, share, 2, num_kept, lacks, seed),
             x,
             [1, 0],
             2,
             pulls_selectors=selector != "none",
         )
-        for seed, (share, num_slots, lacks) in enumerate([(0, 0, ()), (0.4, 3, (0,)), (1, 0, (0, 1))])
+        for seed, (share, num_kept, lacks) in enumerate([(0, 0, ()), (0.4, 3, (0,)), (1, 0, (0, 1))])
     ]
     for other in found[1:]:
         assert torch.equal(found[0].here, other.here)
@@ -299,21 +300,21 @@ def test_outputs_are_the_same_bits_whatever_the_arena_lacks_and_wherever_rows_li
 
 @pytest.mark.parametrize("selector", ["up", "none"])
 @pytest.mark.parametrize(
-    ("share", "num_slots", "num_scratch"), [(0.0, 5, 5), (0.5, 90, 0), (0.5, 4, 2), (1.0, 90, 0), (1.0, 0, 0)]
+    ("share", "num_kept", "num_scratch"), [(0.0, 5, 5), (0.5, 90, 0), (0.5, 4, 2), (1.0, 90, 0), (1.0, 0, 0)]
 )
 def test_what_is_here_what_is_pulled_and_what_the_cpu_computes_is_everything(
-    selector: Selector, share: float, num_slots: int, num_scratch: int, kernel_device: torch.device
+    selector: Selector, share: float, num_kept: int, num_scratch: int, kernel_device: torch.device
 ) -> None:
     x = random_tokens(1, 128)[0]
     layer = with_thresholds(random_layer([Shape(90, 128, selector, bias=("down",))] * 3), x, 0.4)
-    lacks = with_scratch(partly_there(layer, kernel_device, 0.5, 2, num_slots), num_scratch)
+    lacks = with_scratch(partly_there(layer, kernel_device, 0.5, 2, num_kept), num_scratch)
     run = run_layer(lacks, x, [2, 0], is_split=True, share=share)
     for place, e in enumerate((2, 0)):
         is_there = lacks.tables.record_at[e] >= 0
         (here, pulled), to_cpu = run.entries(place), run.to_cpu(place)
         assert sorted(here + pulled + to_cpu) == listed_in_blocks(run.running, place)
         assert here == [n for n in listed_in_blocks(run.running, place) if is_there[n]]
-        assert len(pulled) == min(int((len(pulled) + len(to_cpu)) * share), num_slots + num_scratch)
+        assert len(pulled) == min(int((len(pulled) + len(to_cpu)) * share), num_kept + num_scratch)
         values = values_of(layer, x, e)
         is_running = running(values, selector, float(layer.tables.thresholds[e]))
         down = layer.experts[e].block().down
@@ -328,7 +329,7 @@ def test_an_expert_whose_selector_is_missing_is_left_to_the_cpu(kernel_device: t
     layer = random_layer([Shape(40, 64, bias=("down",))] * 3)
     run = run_layer(partly_there(layer, kernel_device, 0.5, 2, 5, missing_selectors=[1]), x, [1, 2], 2, True, 1.0)
     assert run.running.counts[:, 0].sum() == 0 and run.running.totals[0].tolist() == [0, 0, 0, 0]
-    assert run.left.counts[0] == WHOLE and run.left.pulled_counts[0] == 0
+    assert run.left.counts[0] == WHOLE
     assert layer.tables.down_bias is not None
     assert torch.equal(run.here[0].sum(0), layer.tables.down_bias[1]) and not run.pulled[0].any()
     assert run.left.counts[1] >= 0 and run.running.totals[1, HERE] > 0
@@ -362,7 +363,7 @@ def test_lists_are_those_of_the_twin(
 ) -> None:
     experts, whole = torch.tensor([2, 0, 1], dtype=torch.int32), (1,) if is_split and selector == "up" else ()
     layer = random_layer([Shape(num_rows, 64, selector)] * 3)
-    for lacking, num_slots, share, num_scratch, whole_records in (
+    for lacking, num_kept, share, num_scratch, whole_records in (
         (0.0, 7, 0.37, 0, 0.0),
         (0.3, 0, 1.0, num_rows, 0.0),
         (0.3, 1, 0.37, 5, 20.0),
@@ -372,24 +373,26 @@ def test_lists_are_those_of_the_twin(
         (1.0, 2, 0.1, num_rows, 100.0),
         (1.0, num_rows, 1.0, 0, 0.0),
     ):
-        with case((lacking, num_slots, share, num_scratch, whole_records)):
+        with case((lacking, num_kept, share, num_scratch, whole_records)):
             there, twin = (
-                with_scratch(partly_there(layer, on, lacking, 3, num_slots, whole), num_scratch if is_split else None)
+                with_scratch(partly_there(layer, on, lacking, 3, num_kept, whole), num_scratch if is_split else None)
                 for on in (kernel_device, CPU)
             )
-            expected = random_running(twin.tables, experts.tolist(), 0.4, num_slots, whole)
+            expected = random_running(twin.tables, experts.tolist(), 0.4, num_kept, whole)
             found, left, expected_left = running_on(expected, kernel_device), there.pinned(3), twin.pinned(3)
-            part = torch.tensor([share])
+            part, kept, expected_kept = torch.tensor([share]), there.kept(3), twin.kept(3)
             numbers, part_there = experts.to(kernel_device), part.to(kernel_device)
             for by_expert in (False, True) if is_split else (False,):
                 how = (is_split, whole_records, by_expert)
-                compact(numbers, there.tables, found, there.landing, part_there, left, *how)
-                compact_plain(experts, twin.tables, expected, twin.landing, part, expected_left, *how)
+                compact(numbers, there.tables, found, there.landing, part_there, left, *how, kept=kept)
+                compact_plain(experts, twin.tables, expected, twin.landing, part, expected_left, *how, expected_kept)
                 on_host = running_on(found, CPU)
                 for name in ("neurons", "units", "totals"):
                     assert torch.equal(getattr(on_host, name), getattr(expected, name)), (name, by_expert)
-                for name in ("counts", "neurons", "a", "pulled_counts", "pulled"):
+                for name in ("counts", "neurons", "a"):
                     assert torch.equal(getattr(left, name), getattr(expected_left, name)), (name, by_expert)
+                for ours, theirs in zip(kept or (), expected_kept or (), strict=True):
+                    assert torch.equal(ours.cpu(), theirs), by_expert
 
 
 def test_whole_missing_experts_are_split_by_algorithm_2_as_it_is_printed(kernel_device: torch.device) -> None:
@@ -419,7 +422,14 @@ def test_lists_meet_every_place() -> None:
     there = with_scratch(partly_there(layer, CPU, 0.3, 3, 7), 2)
     found, left = random_running(there.tables, [2, 0, 1], 0.4, 7), there.pinned(3)
     compact_plain(
-        torch.tensor([2, 0, 1]), there.tables, found, there.landing, torch.tensor([0.37]), left, is_split=True
+        torch.tensor([2, 0, 1]),
+        there.tables,
+        found,
+        there.landing,
+        torch.tensor([0.37]),
+        left,
+        is_split=True,
+        kept=there.kept(3),
     )
     assert (found.totals[:, [HERE, PULLED, LEFT]] > 0).all() and (found.totals[:, PULLED] == 9).all()
 
@@ -428,7 +438,10 @@ def test_memory_for_every_record_is_needed_where_all_are_pulled() -> None:
     there = partly_there(random_layer([Shape(20, 64)]), CPU, 0.5, 1, 19)
     found, landing = random_running(there.tables, [0], 0.5, 0), there.landing._replace(num_scratch=0)
     with pytest.raises(AssertionError, match=r"^there is memory for every record"):
-        compact(torch.zeros(1, dtype=torch.int32), there.tables, found, landing, torch.zeros(1), there.pinned(1), False)
+        compact(
+            torch.zeros(1, dtype=torch.int32), there.tables, found, landing, torch.zeros(1), there.pinned(1), False,
+            kept=there.kept(1),
+        )  # fmt: skip
 
 
 def kernels_of(layer: PartlyThere, x: Tensor, experts: Tensor, k: int) -> Run:

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from gpu import cases
-from gpu.comparing import assert_right
 from support.gpu_layers import PartlyThere, RandomLayer, partly_there, random_layer, random_running, running_on
 from support.kernel_twins import compact_plain, pull_records_plain, pull_selectors_plain
 from support.named_formats import named_format
@@ -30,16 +28,18 @@ def mixed_layer(num_rows: int = 150, num_cols: int = 64, selector: Selector = "u
     return layer
 
 
-def copies(layer: RandomLayer, share: float, num_slots: int, device: torch.device) -> tuple[PartlyThere, PartlyThere]:
+def copies(layer: RandomLayer, share: float, num_kept: int, device: torch.device) -> tuple[PartlyThere, PartlyThere]:
     """The same layer for the kernels and for the twin."""
-    kernels, twin = (partly_there(layer, on, share, 3, num_slots, (0, 3)) for on in (device, CPU))
+    kernels, twin = (partly_there(layer, on, share, 3, num_kept, (0, 3)) for on in (device, CPU))
     return kernels, twin
 
 
 def listed(twin: PartlyThere, share: float, is_split: bool) -> RunningNeurons:
     """The list of records that run, three quarters of the missing ones pulled if the list is split."""
     found, left = random_running(twin.tables, EXPERTS, share, seed=1), twin.pinned(3)
-    compact_plain(torch.tensor(EXPERTS), twin.tables, found, twin.landing, torch.tensor([0.75]), left, is_split)
+    compact_plain(
+        torch.tensor(EXPERTS), twin.tables, found, twin.landing, torch.tensor([0.75]), left, is_split, kept=twin.kept(3)
+    )
     return found
 
 
@@ -127,20 +127,6 @@ def test_selectors_longer_than_all_tiles_of_a_turn_come_whole(kernel_device: tor
     layer = mixed_layer(2100)
     assert all(16 * 2100 * kind.selector_units > 3 * 8192 for kind in layer.tables.kinds)
     check_selectors(layer, kernel_device)
-
-
-@pytest.mark.parametrize(("row_units", "count"), [(1, 13), (1, 1), (9, 12), (512, 3), (700, 13)])
-def test_the_rows_of_a_list_come(
-    row_units: int, count: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for num_programs in (1, 4):
-        monkeypatch.setattr(pull, "NUM_PROGRAMS", num_programs)
-        assert_right(cases.bring_case(row_units, count, kernel_device))
-
-
-@pytest.mark.parametrize("count", [0, 1, 1024, 1500])
-def test_entries_of_a_table_change(count: int, kernel_device: torch.device) -> None:
-    assert_right(cases.enter_rows_case(count, kernel_device))
 
 
 def test_what_is_pulled_is_not_in_the_tables(kernel_device: torch.device) -> None:

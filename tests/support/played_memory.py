@@ -1,4 +1,4 @@
-"""The slots of a GPU's memory, played on recorded tokens without computing anything."""
+"""A GPU's memory, played on recorded tokens without computing anything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,9 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.placements import GpuPlacement
-from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.model import Decoder, NativeOperations
 from moe_pack.runtime.model.compute.weights import to_experts
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import CacheFacts, Preset
-from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.prefetch import PredictionInput, make_prediction, ranked
 
 
@@ -70,23 +67,14 @@ def recorded_tokens(pack: Pack, operations: NativeOperations, ids: Sequence[int]
 
 
 def static_table(placement: GpuPlacement, num_rows: int) -> NDArray[np.int32]:
-    """The table of records without slots, int32 [L, E, f]: static records lie at 0."""
+    """The table of records, int32 [L, E, f]: static records lie at 0."""
     is_static = np.arange(num_rows) < placement.first_dynamic[:, :, None]
     return np.where(is_static, 0, -1).astype(np.int32)
 
 
-def residency_of(placement: GpuPlacement, preset: Preset, popularity: NDArray[np.float64], num_rows: int) -> Residency:
-    """The residency of a placement whose layers' slots follow each other."""
-    layer_units = placement.num_slots * placement.slot_bytes // 16
-    slots_at = 1 + np.cumsum(layer_units) - layer_units
-    pages = num_rows - placement.first_dynamic
-    facts = CacheFacts(pages, int(placement.num_slots.sum()), placement.num_active, popularity)
-    return Residency(placement, static_table(placement, num_rows), slots_at, eviction_of(preset, facts))
-
-
 @dataclass(frozen=True, slots=True)
-class PlayedSlots:
-    """Running neurons whose records were resident, and others; records that were promoted.
+class Played:
+    """Running neurons whose records were resident, and others.
 
     `whole`: of the others, those of experts without a resident selector, which the CPU selects itself.
     `ahead`: records that were pulled because their experts were predicted; `ahead_ran`: of these, those that ran, which
@@ -96,31 +84,19 @@ class PlayedSlots:
     resident: int
     left: int
     whole: int
-    promoted: int
     ahead: int
     ahead_ran: int
 
 
-def played(
-    placement: GpuPlacement,
-    preset: Preset,
-    popularity: NDArray[np.float64],
-    tokens: Sequence[PlayedToken],
-    most_ahead: int,
-) -> PlayedSlots:
-    """Plays tokens whose missing records the CPU computes; promoted records arrive before the next token but one.
+def played(placement: GpuPlacement, tokens: Sequence[PlayedToken], most_ahead: int) -> Played:
+    """Plays tokens whose missing records the CPU computes.
 
     Args:    most_ahead: records that are pulled ahead for each predicted expert, at most.
     """
     f = 1 + max(int(neurons.max(initial=0)) for token in tokens for layer in token.neurons for neurons in layer)
-    f = max(f, int(placement.first_dynamic.max()))
-    residency = residency_of(placement, preset, popularity, f)
-    at, resident, left, whole = static_table(placement, f), 0, 0, 0
+    at, resident, left, whole = static_table(placement, max(f, int(placement.first_dynamic.max()))), 0, 0, 0
     ahead = ahead_ran = 0
-    coming: list[Promotion] = []
-    last: TokenRoutes | None = None
     for token in tokens:
-        missing = dict[tuple[int, int], NDArray[np.int32]]()
         for l, layer in enumerate(token.neurons):
             pulled = dict[int, NDArray[np.int32]]()
             for expert, neurons in token.predicted[l]:
@@ -137,13 +113,4 @@ def played(
                 resident += int(is_here.sum())
                 left += int((~is_here).sum())
                 whole += 0 if has_selector else len(neurons)
-                missing[l, place] = neurons[~is_here] if has_selector else neurons[:0]
-        residency.arrived(coming)
-        coming = [] if last is None else residency.decide(last, MOST_KEPT)
-        changes = residency.changes()
-        at.reshape(-1)[changes.places] = changes.values
-        counts = np.zeros(token.experts.shape, np.int64)
-        for key, neurons in missing.items():
-            counts[key] = len(neurons)
-        last = TokenRoutes(token.experts, counts, lambda l, place, missing=missing: missing[l, place], None)  # type: ignore[misc]  # bound now
-    return PlayedSlots(resident, left, whole, residency.promoted_rows, ahead, ahead_ran)
+    return Played(resident, left, whole, ahead, ahead_ran)
