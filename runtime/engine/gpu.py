@@ -46,7 +46,6 @@ class Sharing:
     kernels: cpu.Kernels | None  # of the CPU's share; None if it has none, or torch computes it
     rates: cpu_share.Rates | None  # for prompts; None if the CPU computes nothing of them
     pulled_share: float = 0.0  # of a token's missing records, that the link brings
-    link_rate: float = 0.0  # bytes a second; 0 if it was not measured
 
 
 def build_on_gpu(
@@ -105,6 +104,8 @@ def build_engine(
         setup.fall_back("--trust-experts changes nothing: all experts are in GPU memory")
     misses = ("auto" if sharing.pulled_share else "cpu") if sharing.misses == "split" else sharing.misses
     locked_bytes = 0 if sharing.host is None else sharing.host.locked_bytes
+    if not engine.decoder.predicts:
+        preset = preset.without_prediction()
     gpu = built.GpuFacts(engine, run.memory, use, preset, misses, locked_bytes)
     return BuiltEngine(gpu, sharing.tier, inputs.num_rows)
 
@@ -153,13 +154,13 @@ def _share(setup: built.Setup, run: GpuRun, host: devices.HostArena | None, stac
             raise formats.RunError(
                 "--misses pull needs all host memory page-locked; raise the limit (ulimit -l), or use --misses cpu"
             )
-        return Sharing("pull", host, None, None, None, link_rate=cpu_share.link_rate(host, run.device))
+        return Sharing("pull", host, None, None, None)
     if not host.is_layer_locked(0):
         return Sharing("split", host, None, kernels, None)
     rates = cpu_share.Rates.measure(setup.pack, host, kernels, run.device)
     if options.misses != "auto":
-        return Sharing("split", host, None, kernels, None, link_rate=rates.link)
-    return Sharing("split", host, None, kernels, rates, rates.pulled_share, rates.link)
+        return Sharing("split", host, None, kernels, None)
+    return Sharing("split", host, None, kernels, rates, rates.pulled_share)
 
 
 def _helping_kernels(setup: built.Setup, stack: ExitStack) -> cpu.Kernels | None:
@@ -184,8 +185,7 @@ def choose_inputs(
     Args:    drafts: whether several tokens of a sequence are verified together.
     """
     pack, options, share = setup.pack, setup.options, sharing.pulled_share
-    # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
-    preset = offload.PRESETS["lru" if options.policy == "auto" else options.policy]
+    preset = _preset(setup, run.device)
     routing = offload.Routing.open(pack.whole)
     popularity = offloaded.popularity_shares(pack.whole, routing)[pack.moe_slice]
     _check_changes(setup)
@@ -197,7 +197,8 @@ def choose_inputs(
     if pack.whole is not pack:
         routing = None  # it is of all layers
     if preset.prediction != "none" and not fused.routes(pack.spec):
-        setup.fall_back("no expert is predicted: on a GPU this model's routers run in torch")
+        if options.policy != "auto":
+            setup.fall_back("no expert is predicted: on a GPU this model's routers run in torch")
         preset = preset.without_prediction()
     inputs = gpu_engine.GpuInputs(
         pack=pack,
@@ -208,7 +209,6 @@ def choose_inputs(
         kernels=sharing.kernels,
         rates=None if preset.balances else sharing.rates,
         pulled_share=share,
-        link_rate=sharing.link_rate,
         popularity=popularity,
         is_fast=options.numerics == "fast",
         prediction=_prediction(setup, preset, routing, sharing.misses),
@@ -219,6 +219,15 @@ def choose_inputs(
         offset_bytes=placements.offset_bytes_for(pack.layout, run.request.budget_bytes or run.memory.free_bytes()),
     )
     return inputs, preset
+
+
+def _preset(setup: built.Setup, device: torch.device) -> offload.Preset:
+    """Returns the policies of `--policy`; `auto` tries a prediction, and keeps it where a token is faster with it."""
+    policy = setup.options.policy
+    if policy != "auto":
+        return offload.PRESETS[policy]
+    # Without a GPU, where the interpreter runs the kernels, nothing can be tried.
+    return replace(offload.PRESETS["lru"], prediction="best" if device.type == "cuda" else "none")
 
 
 def _check_changes(setup: built.Setup) -> None:
@@ -244,4 +253,4 @@ def _prediction(
     # take no trial.
     if misses == "pull" or setup.pack.spec.mixer is not None:
         methods = {l: "router" if method == "partial" else method for l, method in methods.items()}
-    return PredictionPlan(methods, number, routing, trusts)
+    return PredictionPlan(methods, number, routing, trusts, setup.options.policy == "auto" and not trusts)

@@ -89,7 +89,7 @@ def engine_of(pack: Pack, run: GpuRun, device: torch.device = CPU) -> Iterator[G
             pack=pack, device=device, misses=run.misses, host=host, tier=tier,
             kernels=None if run.misses == "pull" else kernels,
             rates=None if run.cpu_share is None else _rates(run.cpu_share), pulled_share=run.pulled_share,
-            link_rate=float("inf"), popularity=np.ones(pack.index.size.shape),
+            popularity=np.ones(pack.index.size.shape),
             dynamic_share=run.dynamic_share, is_fast=run.is_fast,
             prediction=run.prediction, alpha=run.alpha, by_expert=run.by_expert, offset_bytes=run.offset_bytes,
             few_tokens=run.few_tokens, sequences=Sequences(run.num_sequences), num_rows=run.num_rows,

@@ -22,8 +22,9 @@ from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model import Decoder, caches, kv_cache, passes
 from moe_pack.runtime.offload.split import fastest_share
 
-_TIMED_RUNS = 5
 _WARMING_TOKENS, _TUNED_TOKENS = 2, 7  # for each share that is tried
+_FIRST_TOKEN = 1  # any
+_AHEAD_SHARES = (1.0, 0.5, 0.25, 0.125)  # of a predicted expert's missing records, that are tried
 # Tokens of a pass that run one after another. A pass decodes every expert that has a token, whatever their number: for
 # Mixtral on an H200 that takes 120 ms by prediction (tests/bench/gpu_prompts.py), a token 3.2 ms as measured.
 FEW_TOKENS = 16
@@ -75,10 +76,9 @@ class GpuDecoder(Decoder):
     """A decoder on a GPU, whose logits are in host memory.
 
     Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
-    Args:    chunk_tokens: of a forward pass of many tokens.   cache_dtype: of keys and values.   link_rate: bytes a
-             second that prediction may count on.   few_tokens: of a pass, that run one after another.
-             num_sequences, num_checkpoints: as of `Decoder`.   num_rows: the most tokens of a graph, of several
-             sequences or of one.
+    Args:    chunk_tokens: of a forward pass of many tokens.   cache_dtype: of keys and values.   few_tokens: of a pass,
+             that run one after another.   num_sequences, num_checkpoints: as of `Decoder`.   num_rows: the most tokens
+             of a graph, of several sequences or of one.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class GpuDecoder(Decoder):
         device: torch.device,
         chunk_tokens: int,
         cache_dtype: caches.KvDtype = "f32",
-        link_rate: float = float("inf"),
         few_tokens: int = FEW_TOKENS,
         num_sequences: int = 1,
         num_checkpoints: int = 0,
@@ -101,7 +100,7 @@ class GpuDecoder(Decoder):
         super().__init__(weights, *sizes, token_caches.sequences())
         self._slot_of = {id(sequence): slot for slot, sequence in enumerate(self.sequences)}
         self._is_cuda = device.type == "cuda"
-        self._gpu_weights, self._inputs, self._link_rate = weights, inputs, link_rate
+        self._gpu_weights, self._inputs = weights, inputs
         self._few_tokens, self._num_rows = few_tokens, num_rows
         self._buffers = buffers = LayerBuffers.allocate(spec, context_tokens, num_rows, device)
         angles = self._ropes.as_last(context_tokens)
@@ -114,6 +113,10 @@ class GpuDecoder(Decoder):
         self._runs: dict[tuple[int, int], Callable[[], None]] = {
             (n, turn): partial(self.launch, turn, n) for n in layers for turn in range(NUM_TURNS)
         }
+        # Those of one token without predictions, if these are tried.
+        self._plain_runs: dict[tuple[int, int], Callable[[], None]] = {}
+        if self._step.prefetch is not None and inputs.prediction is not None and inputs.prediction.is_tried:
+            self._plain_runs = {key: run for key, run in self._runs.items() if key[0] == 1}
         self._turn = 0
         self.own_sequences, self.queues, self.begins = self.sequences, inputs.queues, weights.begins
         self._own_of: dict[int, kv_cache.CachedSequence] = {}  # of a whole model's sequences
@@ -169,21 +172,23 @@ class GpuDecoder(Decoder):
         """Captures the launches of each number of rows as a graph for each turn; a run before loads all kernels."""
         if not self._is_cuda:
             return
-        launches = list(self._runs.items())
+        self._capture(self._runs)
+        with self._step.unpredicted():
+            self._capture(self._plain_runs)
+        self.reset()
+        self._counts.clear()
+
+    def _capture(self, runs: dict[tuple[int, int], Callable[[], None]]) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
         stream.wait_stream(torch.cuda.current_stream())  # these launches use buffers that the current stream fills
         with torch.cuda.stream(stream):
-            for number, (key, launch) in enumerate(launches):
+            for key, launch in list(runs.items()):
                 launch()
                 stream.synchronize()
-                if number == 0:
-                    self._limit_prefetch(stream)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream):
                     launch()
-                self._runs[key] = graph.replay
-        self.reset()
-        self._counts.clear()
+                runs[key] = graph.replay
 
     @torch.inference_mode()
     def launch_all(self) -> None:
@@ -196,50 +201,60 @@ class GpuDecoder(Decoder):
 
     @torch.inference_mode()
     def tune(self) -> None:
-        """Chooses the share of missing records that the link brings, by the duration of tokens."""
-        if self._inputs.share is None or not self._inputs.pulled_share or self._inputs.by_expert:
-            return
-        draw = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.spec.vocab_size, (_WARMING_TOKENS + _TUNED_TOKENS,), generator=draw).tolist()
+        """Chooses by the duration of tokens what the link brings: of the missing records, and ahead.
 
-        def seconds_with(share: float) -> float:
-            self._step.pull(share)
-            times = []
-            for token in tokens:
-                if self.cache.num_tokens == self.cache.context_tokens:
-                    self.reset()
-                if self._step.received is not None:
-                    self._step.received.rows.normal_()
-                started = time.perf_counter()
-                self._run_rows([(self.sequences[0], token)])
-                times.append(time.perf_counter() - started)
-            return median(times[_WARMING_TOKENS:])
-
-        self._step.pull(fastest_share(seconds_with, self._inputs.pulled_share))
+        Where a prediction is tried, it stays if tokens are faster with it.
+        """
+        inputs, step = self._inputs, self._step
+        if inputs.share is not None and inputs.pulled_share and not inputs.by_expert:
+            step.pull(fastest_share(partial(self._seconds_with, step.pull), inputs.pulled_share))
+        if step.prefetch is not None:
+            best = min((self._seconds_with(step.pull_ahead, share), share) for share in _AHEAD_SHARES)
+            step.pull_ahead(best[1])
+            if self._plain_runs:
+                self._try_without(best[0])
         self.reset()
         self._counts.clear()
 
-    def _limit_prefetch(self, stream: "torch.cuda.Stream") -> None:
-        """Allows as many records to be pulled ahead as the link brings during a layer's other work, measured now."""
-        prefetch, placement = self._step.prefetch, self._gpu_weights.memory.placement
-        if prefetch is None:
-            return
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            self._step.run_layers()
-        times = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_RUNS + 1)]  # type: ignore[no-untyped-call]  # untyped in torch
-        for event in times:
-            graph.replay()
-            event.record(stream)
-        stream.synchronize()
-        seconds = times[0].elapsed_time(times[-1]) / 1e3 / _TIMED_RUNS / len(placement.slot_bytes)
-        num_bytes = int(placement.slot_bytes.max()) * placement.num_predicted
-        if self._link_rate < float("inf"):
-            prefetch.limit(int(self._link_rate * seconds / num_bytes))
+    def _try_without(self, seconds: float) -> None:
+        """Ends the prediction if tokens are as fast, or faster, than with it."""
+        predicted, self._runs = self._runs, self._runs | self._plain_runs
+        self._plain_runs.clear()
+        with self._step.unpredicted():
+            is_faster = self._seconds() <= seconds
+        if is_faster:
+            self._step.prefetch = None
+        else:
+            self._runs = predicted
+
+    def _seconds_with(self, choose: Callable[[float], None], share: float) -> float:
+        choose(share)
+        return self._seconds()
+
+    def _seconds(self) -> float:
+        """Returns the median duration of tokens, each the one that the model finds likeliest after the last."""
+        self.reset()
+        token, times = _FIRST_TOKEN % self.spec.vocab_size, []
+        for _ in range(_WARMING_TOKENS + _TUNED_TOKENS):
+            if self.cache.num_tokens == self.cache.context_tokens:
+                self.reset()
+            if self._step.received is not None:
+                self._step.received.rows.normal_()
+            started = time.perf_counter()
+            logits = self._run_rows([(self.sequences[0], token)])
+            times.append(time.perf_counter() - started)
+            token = int(logits.argmax())
+        return median(times[_WARMING_TOKENS:])
 
     def close(self) -> None:
         """Frees the graphs, which contain calls of the CPU."""
         self._runs.clear()
+        self._plain_runs.clear()
+
+    @property
+    def predicts(self) -> bool:
+        """Whether records of predicted experts are pulled ahead."""
+        return self._step.prefetch is not None
 
     @property
     def routes(self) -> Tensor:

@@ -46,7 +46,6 @@ class GpuInputs:
     # By which the CPU computes some of the missing experts in passes of many tokens; None if it computes none.
     rates: cpu_share.Rates | None
     pulled_share: float  # of missing records of one token, that the link brings
-    link_rate: float  # bytes a second that the link brings
     popularity: NDArray[Any]  # [L, E], how often experts are chosen, in any unit
     dynamic_share: float = placements.DYNAMIC_SHARE  # of the memory for experts, for rows on their way
     is_fast: bool = False  # whether a value in prompts is one float16 number, and not two
@@ -121,7 +120,7 @@ class GpuEngine:
                 by_expert=inputs.by_expert,
             )
             sizes_of_passes = (context_tokens, device, chunk_tokens, cache_dtype)
-            rest = (inputs.link_rate, inputs.few_tokens, inputs.sequences.number, inputs.sequences.checkpoints)
+            rest = (inputs.few_tokens, inputs.sequences.number, inputs.sequences.checkpoints)
             self.decoder = decoder.GpuDecoder(self.weights, step, *sizes_of_passes, *rest, num_rows=inputs.num_rows)
             opened.callback(self.decoder.close)
             self.expert_bytes, self.dynamic_bytes = self.memory.num_bytes, placement.dynamic_bytes

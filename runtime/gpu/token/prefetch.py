@@ -1,10 +1,10 @@
 """Prediction of a token's experts on a GPU, a layer ahead, and the records that are pulled for them meanwhile.
 
 `ExpertPrediction` launches the methods of `runtime.offload.prefetch`. `RecordPrefetch` pulls records of the neurons
-that the predicted experts' selectors choose for this layer's input (FloE §3.3.2, CORM §4.2) and the GPU lacks, the
-hottest first, as many as the link brings during a layer's other work. They are in the next layer's table while that is
-listed, and are forgotten afterwards: a wrong prediction costs time of the link, and changes no answer. Importing this
-needs Triton.
+that the predicted experts' selectors choose for this layer's input (FloE §3.3.2, CORM §4.2) and the GPU lacks, a share
+of each expert's, the hottest first, after what this layer itself pulls. They are in the next layer's table while that
+is listed, and are forgotten afterwards: a wrong prediction costs time of the link, and changes no answer. Importing
+this needs Triton.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,6 +38,7 @@ class PredictionPlan:
     num_predicted: int  # experts of a layer
     routing: offload.Routing | None  # of the pack's folder, for the methods that need it
     runs_predicted: bool = False  # whether the predicted experts run in any case, which changes the answer
+    is_tried: bool = False  # whether nothing is predicted if a measured token is not faster with it
 
 
 class ExpertPrediction:
@@ -132,13 +133,13 @@ class RecordPrefetch:
     ) -> None:
         memory, spec, device = weights.memory, weights.spec, layers.x.device
         self.prediction, self._weights, self._layers, self._queues = prediction, weights, layers, queues
-        self._host_rows, self._placement = host_rows, memory.placement
+        self._host_rows = host_rows
         n, f = len(prediction.experts), spec.expert.intermediate_size
         self.totals = torch.zeros((len(host_rows), n, 3), dtype=torch.int32, device=device)
         self._running = RunningNeurons.allocate(
             n, f, device, memory.record_at.dtype, neurons.select_programs(memory.layers[0].kinds)
         )
-        self._all = torch.ones(1, device=device)
+        self.share = torch.ones(1, device=device)  # float32 [1], of the records that a predicted expert lacks
         self._turned = torch.zeros(spec.hidden_size, device=device)
         self._matrix = device_matrix(spec.hidden_size, device)
         numbers = torch.zeros((2, n, f), dtype=torch.int32, device=device)
@@ -147,16 +148,13 @@ class RecordPrefetch:
         # Nobody computes what is left: those neurons are computed where their layer lists them.
         a = torch.zeros((n, f), device=device)
         self._left = LeftToCpu(self._counts[0], numbers[0], a)
-        self._landing = [Landing(0, 0, 0)] * len(host_rows)
-        self.limit(f)
-
-    def limit(self, most_records: int) -> None:
-        """Pulls at most so many records for an expert; graphs that were captured before keep to what held then."""
-        placement, half = self._placement, self._placement.ahead_bytes // 32
-        begin = self._weights.memory.dynamic_at + (placement.dynamic_bytes - placement.ahead_bytes) // 16
-        for layer_idx, number in enumerate(np.minimum(placement.num_ahead, most_records).tolist()):
-            units = int(placement.slot_bytes[layer_idx]) // 16
-            self._landing[layer_idx] = Landing(0, 0, units, begin + layer_idx % 2 * half, number)
+        placement, half = memory.placement, memory.placement.ahead_bytes // 32
+        begin = memory.dynamic_at + (placement.dynamic_bytes - placement.ahead_bytes) // 16
+        sizes = zip(placement.num_ahead.tolist(), placement.slot_bytes.tolist(), strict=True)
+        self._landing = [
+            Landing(0, 0, slot_bytes // 16, begin + layer_idx % 2 * half, number)
+            for layer_idx, (number, slot_bytes) in enumerate(sizes)
+        ]
 
     def pulls(self, layer_idx: int) -> bool:
         """Whether records of a layer are pulled ahead."""
@@ -179,7 +177,7 @@ class RecordPrefetch:
         experts, pulled = self.prediction.experts, self._pulled(landing)
         neurons.select(inputs, experts, tables, running)
         kept = KeptNeurons(pulled.neurons, pulled.counts)
-        neurons.compact(experts, tables, running, landing, self._all, self._left, is_split=True, kept=kept)
+        neurons.compact(experts, tables, running, landing, self.share, self._left, is_split=True, kept=kept)
         self._queues.wait_for(after)
         pull_records(experts, tables, running, host, is_split=True)
         predict.enter_pulled(pulled, tables.record_at, landing.kept_at, landing.slot_units)

@@ -4,7 +4,8 @@ Launches of a layer's routed experts are in `experts`. For a token alone the lin
 predicted experts on a fork of the graph (`prefetch`). No launch waits for Python; `decoder.GpuDecoder` runs them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -153,18 +154,22 @@ class TokenStep:
         """Lets the link bring another share of the missing records, in captured graphs too."""
         self.own.pulled_share.fill_(share)
 
+    def pull_ahead(self, share: float) -> None:
+        """Lets the link bring another share of the predicted experts' records, in captured graphs too."""
+        assert self.prefetch is not None, "experts are predicted"
+        self.prefetch.share.fill_(share)
+
+    @contextmanager
+    def unpredicted(self) -> Iterator[None]:
+        """Launches nothing of predictions in this context."""
+        prefetch, self.prefetch = self.prefetch, None
+        yield
+        self.prefetch = prefetch
+
     def num_changed(self, turn: int, num_rows: int) -> int:
         """Returns how many experts ran in place of the routers' in a pass that has ended."""
         changed = [layer_idx for layer_idx, choice in enumerate(self._choices[num_rows]) if choice is not None]
         return int(self._num_changed[turn, changed, :num_rows].sum()) if changed else 0
-
-    def run_layers(self) -> None:
-        """Launches the layers of a token without their routed experts, for timing; their results mean nothing."""
-        layers = self._rows[1].layers
-        for layer in range(self.spec.num_hidden_layers):
-            layers.run(layer, layers.x)
-        for layer_idx in range(len(self.spec.moe_layers)):
-            layers.route(layer_idx)
 
     def _page_locked(self, here: Tensor | None) -> Tensor:
         """Returns memory for each turn's copy of a tensor, which has no values if there is no tensor."""

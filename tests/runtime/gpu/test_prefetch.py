@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
+from moe_pack.runtime.gpu.token.decoder import GpuDecoder
 from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.compute.router import expert_scores, router_weights
@@ -110,6 +111,38 @@ def test_the_experts_predicted_are_those_of_networks_and_popularity(tmp_path: Pa
     check_predicted(folder, ("popularity", "popularity"), 1)
 
 
+def test_a_share_of_what_predicted_experts_lack_is_pulled_ahead(tmp_path: Path) -> None:
+    with gpu_decoder(packed(tmp_path), replace(RUN, prediction=plan("router"))) as decoder:
+        found = []
+        for share in (1.0, 0.5, 0.0):
+            decoder.reset()
+            decoder._step.pull_ahead(share)
+            decoder.next_logits([IDS[0]])
+            found.append(decoder._step.ahead[1 - decoder._turn, 1:, :, 1].numpy().copy())
+        assert (found[1] <= found[0]).all() and found[0].sum() > found[1].sum() > found[2].sum() == 0
+
+
+@pytest.mark.parametrize(("seconds_without", "predicts"), [(0.9, False), (1.1, True)])
+def test_a_tried_prediction_stays_where_tokens_are_faster_with_it(
+    seconds_without: float, predicts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are fastest with a quarter of what predicted experts lack: 1 s."""
+
+    def seconds(decoder: GpuDecoder) -> float:
+        prefetch = decoder._step.prefetch
+        return seconds_without if prefetch is None else 1.0 + abs(float(prefetch.share) - 0.25)
+
+    monkeypatch.setattr(GpuDecoder, "_seconds", seconds)
+    run = replace(RUN, prediction=replace(plan("router"), is_tried=True))
+    with gpu_decoder(packed(tmp_path), run) as decoder:
+        decoder.tune()
+        prefetch = decoder._step.prefetch
+        assert decoder.predicts == predicts and (prefetch is None or float(prefetch.share) == 0.25)
+        found = torch.cat([decoder.logits([token]).clone() for token in IDS])
+        assert bool(decoder.counts().ahead) == predicts
+    assert (found - reference_logits(tmp_path / "packed", IDS)).abs().max() < TOLERANCE
+
+
 @pytest.mark.slow
 def test_what_is_pulled_ahead_changes_no_bit(tmp_path: Path) -> None:
     folder, run = packed(tmp_path), replace(RUN, misses="pull")
@@ -123,7 +156,7 @@ def test_what_is_pulled_ahead_changes_no_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_partial_state_without_missing_experts_predicts_what_the_router_chooses(tmp_path: Path) -> None:
     folder = packed(tmp_path, [0.0, 0.02, 0.02])  # all rows of the first layer are read, and are all static
-    run = replace(RUN, dynamic_share=0.2, prediction=plan("partial"))
+    run = replace(RUN, dynamic_share=0.1, prediction=plan("partial"))
     with gpu_decoder(folder, run) as decoder:
         launches = decoder._step._experts[1]
         assert launches[0].is_whole and not launches[1].is_whole
