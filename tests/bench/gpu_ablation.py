@@ -27,8 +27,9 @@ import click
 import numpy as np
 from benchlib import BOOK, finish, json_option, table
 from benchlib.routes import ids_of
+from gpu.ahead import Missing, Times
 from gpu.packs import MIXTRAL, QWEN3, PackRequest
-from gpu.roofline import CPU_RATES, NUM_SMS, Launches, Rates, Subject, moved_bytes, rates_of
+from gpu.roofline import CPU_RATES, Subject
 from gpu_roofline import COUNTS, Counts
 from numpy.typing import NDArray
 from support.played_memory import PlayedToken, recorded_tokens, static_table
@@ -44,7 +45,7 @@ from moe_pack.runtime.offload import Routing
 Array = NDArray[np.float64]
 Pulled = tuple[tuple[int, int], NDArray[np.int32]]  # layer and expert, and its missing neurons
 _DIMENSIONS = {MIXTRAL.model: MIXTRAL, QWEN3.model: QWEN3}
-_GPU, _CPU, _BUDGET = "H200", "DDR5", 11 << 30
+_GPU, _CPU = "H200", "DDR5"
 _SHARES = (0.25, 0.5, 0.75)  # of the experts' bytes
 _DRAWN_TOKENS = 24
 _ROWS = 4  # of a pass
@@ -113,23 +114,10 @@ def drawn(request: PackRequest) -> Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Shares of bytes: of running records in `missing` and `whole`, of the missing ones in the others.
+    """What tokens lack, and of what each four of them lack the share that is different."""
 
-    `missing`: those that are not static.   `whole`: those of experts that the CPU has as a whole, with
-    their selectors.   `foreseen`: predicted ones.   `right`: of all that a prediction would bring, those that ran.
-    `distinct`: different ones among those that four tokens lack.
-    """
-
-    missing: float
-    whole: float
-    foreseen: float
-    right: float
+    missing: Missing
     distinct: float
-
-    @property
-    def lacking(self) -> float:
-        """The share of bytes that are missing, those of whole experts too."""
-        return self.missing + self.whole
 
 
 def _distinct_bytes(pulled: list[Pulled], sizes: NDArray[np.int64]) -> int:
@@ -160,81 +148,8 @@ def play(subject: Recorded, placement: GpuPlacement) -> Played:
             lacked += sum(len(rows) * int(sizes[key]) for key, rows in of_pass)
             distinct += _distinct_bytes(of_pass, sizes)
             of_pass.clear()
-    return Played(
-        lacking / needed,
-        whole / needed,
-        ahead_ran / max(lacking, 1),
-        ahead_ran / max(ahead, 1),
-        distinct / max(lacked, 1),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """The mean layer of a published model on the GPU, in seconds and bytes."""
-
-    once_s: float
-    num_layers: int
-    serial_s: float  # of a layer, without what is missing
-    attention_s: float  # the part of it without experts
-    needed: float  # bytes of running records
-    rates: Rates
-    cpu_s: float  # of a call
-    link_s: float  # of the launches that pull
-
-    @classmethod
-    def of(cls, request: PackRequest) -> "Times":
-        subject, counts = Subject.of(request), Counts.read(COUNTS).of(request.model)["split"]
-        rates, launches = rates_of(_GPU, CPU_RATES[_CPU], subject.layout, "split"), Launches.of(counts)
-        moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs(), 0.0, NUM_SMS[_GPU])
-        partials = moved.partials / rates.memory
-        attention = launches.layer * rates.layer_launch_s + rates.latency_s + moved.attention / rates.memory
-        attention += moved.dense / rates.read.dense
-        serial = attention + 2 * partials + float(moved.select.mean()) / rates.read.select
-        once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.read.head
-        once += 4 * subject.layout.spec.vocab_size / rates.link
-        cpu_s = rates.call_s + launches.cpu * rates.launch_s
-        link_s = launches.link * rates.launch_s + partials
-        num_layers = len(subject.layout.experts)
-        return cls(once, num_layers, serial, attention, float(moved.here.mean()), rates, cpu_s, link_s)
-
-    def layer_s(self, missing: float, is_pulled: bool, whole: float = 0.0) -> tuple[float, float]:
-        """Returns the seconds of a layer, and those in which the link is busy, for so many missing bytes.
-
-        Args:    whole: bytes of experts that the CPU has as a whole.
-        """
-        rates, here_s = self.rates, (self.needed - missing) / self.rates.read.records
-        pulled = min(missing, (missing + whole) * rates.pulled_share) if is_pulled else 0.0
-        over_link = pulled / rates.link
-        link_s = over_link + self.link_s + pulled / rates.read.records if pulled else 0.0
-        cpu_s = self.cpu_s + (missing + whole - pulled) / rates.cpu
-        return self.serial_s + max(here_s, cpu_s, link_s), over_link
-
-    def pulled_s(self, missing: float) -> float:
-        """Returns the seconds of a layer whose missing bytes all come over the link, before its records run."""
-        return self.serial_s + missing / self.rates.link + self.needed / self.rates.read.records
-
-    def played_ms(self, found: Played, is_pulled: bool) -> float:
-        return self.token_ms(self.layer_s(found.missing * self.needed, is_pulled, found.whole * self.needed)[0])
-
-    def token_ms(self, layer_s: float) -> float:
-        return 1e3 * (self.once_s + self.num_layers * layer_s)
-
-    def ahead_s(self, found: Played, is_whole: bool) -> tuple[float, float]:
-        """Returns the seconds of a layer with records ahead, and the bytes that still are missing.
-
-        Args:    is_whole: whether they come in all the time that the link has left.
-        """
-        right, missing, whole = max(found.right, 1e-9), found.missing * self.needed, found.whole * self.needed
-        best = self.layer_s(missing, True, whole)[0], missing
-        for brought in np.linspace(0, found.foreseen * missing / right, 201)[1:]:
-            rest = missing - right * brought
-            layer_s, own_s = self.layer_s(rest, True, whole)
-            layer_s += 2 * self.rates.launch_s  # a router's product and the ranking, before the layer's own
-            window = layer_s - own_s if is_whole else self.attention_s
-            if brought / self.rates.link <= window:
-                best = min(best, (layer_s, rest))
-        return best
+    found = (lacking / needed, whole / needed, ahead_ran / max(lacking, 1), ahead_ran / max(ahead, 1))
+    return Played(Missing(*found), distinct / max(lacked, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,27 +168,26 @@ def lines(subject: Recorded, times: Times, shares: Sequence[float]) -> Iterator[
     for share in shares:
         for is_pulled in (True, False):
             found = play(subject, subject.place(share, is_pulled))
-            base = times.played_ms(found, is_pulled)
-            who = "link and CPU" if is_pulled else "CPU alone"
-            yield Line(share, f"static rows, {who}", found.lacking, base, base)
+            missing, who = found.missing, "link and CPU" if is_pulled else "CPU alone"
+            base = times.token_ms(missing, is_pulled)
+            yield Line(share, f"static rows, {who}", missing.lacking, base, base)
             if is_pulled:
                 yield from _others(subject, times, share, found, base)
-            if is_pulled and found.right > 0:
+            if is_pulled and missing.right > 0:
                 for is_whole in (False, True):
-                    layer_s, rest = times.ahead_s(found, is_whole)
+                    ms, rest = times.ahead_ms(missing, is_whole)
                     name = "all time that the link has left" if is_whole else "attention's time"
-                    missing, ms = rest / times.needed + found.whole, times.token_ms(layer_s)
-                    yield Line(share, f"+ records ahead in {name}", missing, base, ms)
+                    yield Line(share, f"+ records ahead in {name}", rest, base, ms)
 
 
 def _others(subject: Recorded, times: Times, share: float, found: Played, base: float) -> Iterator[Line]:
-    missing = (found.missing + found.whole) * times.needed
-    yield Line(share, "- the CPU's share", found.lacking, base, times.token_ms(times.pulled_s(missing)))
-    whole = play(subject, subject.place_whole(share))
+    lacking = found.missing.lacking
+    yield Line(share, "- the CPU's share", lacking, base, times.pulled_ms(lacking))
+    whole = play(subject, subject.place_whole(share)).missing
     name = "- hottest rows: whole experts are static"
-    yield Line(share, name, whole.lacking, base, times.played_ms(whole, True))
-    alone, shared = (times.token_ms(times.pulled_s(_ROWS * part * missing)) for part in (1.0, found.distinct))
-    yield Line(share, f"+ records kept for {_ROWS} tokens", found.lacking * found.distinct, alone, shared)
+    yield Line(share, name, whole.lacking, base, times.token_ms(whole, True))
+    alone, shared = (times.pulled_ms(_ROWS * part * lacking) for part in (1.0, found.distinct))
+    yield Line(share, f"+ records kept for {_ROWS} tokens", lacking * found.distinct, alone, shared)
 
 
 @click.command(help=__doc__)
@@ -285,8 +199,9 @@ def _others(subject: Recorded, times: Times, share: float, found: Played, base: 
 def main(pack: str, model: Path | None, dimensions: str, tokens: int, as_json: bool) -> None:
     """Prints the table."""
     request = _DIMENSIONS[dimensions]
+    times = Times.of(Subject.of(request), Counts.read(COUNTS).of(request.model)["split"], _GPU, CPU_RATES[_CPU])
     subject = drawn(request) if pack == "drawn" else recorded(Path(pack), model or Path(pack), tokens)
-    found = list(lines(subject, Times.of(request), _SHARES))
+    found = list(lines(subject, times, _SHARES))
     header = ["experts that fit", "mechanism", "missing bytes", "ms a token", "against the base"]
     rows = [
         [f"{each.share:.0%}", each.name, f"{each.missing:.1%}", f"{each.ms:.2f}", f"{each.before_ms / each.ms:.2f}"]

@@ -94,7 +94,6 @@ def run_tokens(
         parts: Any = SimpleNamespace(
             weights=engine.weights, layers=layers, own=own, host_rows=step.host_rows, inputs=inputs
         )
-        engine.decoder._slots.load(1)
         pulled = layer_experts(parts, 0, num_rows).launch(1, x, lambda mark: None)
         y = torch.empty_like(x)
         for row in range(num_rows):
