@@ -203,7 +203,7 @@ class GpuDecoder(Decoder):
     def tune(self) -> None:
         """Chooses by the duration of tokens what the link brings: of the missing records, and ahead.
 
-        Where a prediction is tried, it stays if tokens are faster with it.
+        A prediction that is tried stays if tokens are faster with it.
         """
         inputs, step = self._inputs, self._step
         if inputs.share is not None and inputs.pulled_share and not inputs.by_expert:
