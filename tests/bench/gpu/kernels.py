@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -125,6 +126,7 @@ MIXTRAL = Model("Mixtral-8x7B", 4096, 14336, 2, selector_bits=2, sparsity=0.8)
 QWEN3 = Model("Qwen3-30B-A3B", 2048, 768, 8, num_experts=128, vocabulary=151_936, kv_heads=4)
 _TINY = Model("tiny", 128, 96, 2, num_experts=3, vocabulary=96, heads=4, kv_heads=2, head_dim=16, sparsity=0.5)
 _SCALES, _REHEARSED_SCALES = (1.0, 0.5, 2.0, 4.0), (1.0, 2.0)  # the usual grid first: not all may be reached in time
+_SPARSITIES = (0.5, 0.6, 0.7, 0.9)  # besides a model's own
 _CONTEXT, _REHEARSED_CONTEXT = 4096, 48  # tokens
 
 
@@ -168,6 +170,11 @@ def _sweep_model(results: Results, timer: ByteClock, model: Model) -> None:
             for operation in _operations(timer.clock, model, experts, matrices, scale):
                 name = f"{model.name}, {operation.name}, {scale:g}"
                 results.section(name, partial(_time, results, timer, model, operation, scale))
+    for sparsity in _SPARSITIES if model.sparsity else ():
+        sparse = replace(model, name=f"{model.name}, {sparsity:.0%} sparse", sparsity=sparsity)
+        for operation in islice(_operations(timer.clock, sparse, experts, matrices, 1.0), 2):  # select and neurons
+            name = f"{sparse.name}, {operation.name}"
+            results.section(name, partial(_time, results, timer, sparse, operation, 1.0))
 
 
 @contextmanager
