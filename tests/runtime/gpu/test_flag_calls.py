@@ -25,6 +25,7 @@ from moe_pack.runtime.cpu import host_share
 from moe_pack.runtime.cpu.host_share import FlagCalls
 from moe_pack.runtime.gpu import devices
 from moe_pack.runtime.gpu.cpu_share import Exchange, TierShare
+from moe_pack.runtime.gpu.kernels import elementwise
 
 T, PLACES, K, D = 2, 4, 2, 3
 LIMIT_S = 0.05  # that is over in tests where nobody answers
@@ -91,10 +92,11 @@ class Opened:
 
 
 def test_a_thread_computes_what_is_called_for() -> None:
-    with closing(Opened()) as opened:
-        assert [opened.call(place) for place in (2, 0, 3, 3)] == [[2.0], [0.0], [3.0], [3.0]]
-        assert opened.computed == [2, 0, 3, 3]
-        assert opened.calls.take_unanswered() is None
+    for given in (ask, elementwise.ask):
+        with case(given), closing(Opened()) as opened:
+            assert [opened.call(place, ask=given) for place in (2, 0, 3, 3)] == [[2.0], [0.0], [3.0], [3.0]]
+            assert opened.computed == [2, 0, 3, 3]
+            assert opened.calls.take_unanswered() is None
 
 
 def test_a_call_is_of_as_many_tokens_as_it_says() -> None:
@@ -248,7 +250,7 @@ def share_of(tier: Tier, given: devices.Ask | None, limit_s: float = HANG_S) -> 
 
 
 def test_experts_are_the_same_in_the_thread_and_at_once() -> None:
-    for given in (ask, None):
+    for given in (ask, elementwise.ask, None):
         share, exchange = share_of(Tier(), given)
         with case(given), closing(share):
             exchange.counts[1, 1, 0] = 0
