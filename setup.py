@@ -29,7 +29,7 @@ SOURCES = (
     "job",
     "layers",
     "host_share",
-    "worker_calls",
+    "flag_calls",
     "tiles",
     "rows",
     "attention",

@@ -113,9 +113,11 @@ def rate_of(rates: tuple[runtime.WidthRate, ...], width: int) -> float:
 BANDWIDTH_SHARE, LINK_SHARE = 0.8, 0.8
 MEASURE = "measure"
 HOST_RATE = 60e9
-# A layer has some ten launches, and three copies to the host before a call (docs/benchmarks/gpu.md).
-GPU_TOKEN_S, LAUNCH_S, CALL_S = 50e-6, 1e-6, 15e-6
-_GPU_FIXED = runtime.FixedCosts(GPU_TOKEN_S, 10 * LAUNCH_S, expert_s=0.0, miss_s=CALL_S + 3 * LAUNCH_S, rows_s=0.0)
+# A layer has some ten launches, and one that writes what the CPU needs before a call (docs/benchmarks/gpu.md).
+GPU_TOKEN_S, LAUNCH_S = 50e-6, 1e-6
+# Two edges of the graph, a number's way over the link, the thread's look and zeros, and the way of the GPU's look back.
+CALL_S = 2 * 0.93e-6 + 0.5e-6 + 0.6e-6 + 1.0e-6
+_GPU_FIXED = runtime.FixedCosts(GPU_TOKEN_S, 10 * LAUNCH_S, expert_s=0.0, miss_s=CALL_S + LAUNCH_S, rows_s=0.0)
 _WIDTHS = (1, 2, 3, 4, 8, 16)
 _LANE_RATES = {
     3: 0.985e9,

@@ -346,11 +346,13 @@ class Kernels:
         self.call("gather", rows, rows.shape[1], places, gathered)
         return gathered
 
-    def open_share(self, layers: Sequence[Sequence[ExpertRows]], buffers: Sequence[NDArray[Any]]) -> object:
+    def open_share(
+        self, layers: Sequence[Sequence[ExpertRows]], num_tokens: int, buffers: Sequence[NDArray[Any]]
+    ) -> object:
         """Opens the native side of `HostShare` for the experts of each layer and the arrays of its buffers."""
         experts = [(rows.layout, rows.selector, rows.records, rows.threshold) for layer in layers for rows in layer]
         num_experts = np.array([len(layer) for layer in layers], np.int32)
-        return self.call("open_share", experts, num_experts, *buffers)
+        return self.call("open_share", experts, num_experts, num_tokens, *buffers)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Computes h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, float32 in one shape."""

@@ -1,9 +1,8 @@
 """The CPU's share of a token: the experts, or their neurons, whose records are not in GPU memory.
 
-The GPU writes what it leaves to the CPU into page-locked memory (`Exchange`), and a call of a C function, which the
-token's graph contains for each layer, computes it there. `PoolShare` is that function for experts in host memory: no
-Python runs. `TierShare` is for packs larger than host memory: the CPU's own engine, with its cache over the disk, runs
-in a thread of Python, which the function waits for.
+The GPU writes what it leaves to the CPU into page-locked memory (`Exchange`), then a call's number to a flag there, and
+waits until the CPU has set the flag back. `PoolShare` computes experts in host memory: no Python runs. `TierShare`
+is for packs larger than host memory: the CPU's own engine, with its cache over the disk, runs in a thread of Python.
 """
 
 import time
@@ -29,7 +28,7 @@ Tokens: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
 MEASURED_TOKENS = (1, 4, 16, 64)  # for 4 and more the kernels decode a row once, so that times are no line
 _MEASURED_TIMES, _MEASURED_BYTES = 5, 64 << 20
-# Of a layer whose experts come from the disk: far more than slow disks take. Later, what waits will never get them.
+# For which the GPU waits for a layer: far more than slow disks take.
 _MOST_LAYER_SECONDS = 120.0
 _LISTED_STEP = 8  # every eighth neuron is listed where the CPU's rate is measured
 
@@ -50,6 +49,7 @@ class Exchange:
     counts: Tensor  # int32 [T * turns, L, k], of all of `left`; so is the next
     neurons: Tensor  # int32 [T * turns, L, k, f]
     left: tuple[tuple[LeftToCpu, ...], ...]  # [T * turns][L]
+    flag: Tensor  # int32 [1], as of `host_share.FlagCalls`
 
     @classmethod
     def allocate(cls, pack: Pack, placement: placements.GpuPlacement, is_locked: bool, num_rows: int = 1) -> "Exchange":
@@ -67,7 +67,7 @@ class Exchange:
             for at in range(num_lists)
         )
         x, y, weights = (zeros(num_rows, n, dtype=torch.float32) for n in (d, d, k))
-        return cls(x, weights, zeros(num_rows, k), y, a, counts, neurons, left)
+        return cls(x, weights, zeros(num_rows, k), y, a, counts, neurons, left, zeros(1))
 
     def of_row(self, row: int) -> "Exchange":
         """Returns the memory of one of the tokens, as that of a graph of one: T is 1."""
@@ -78,128 +78,135 @@ class Exchange:
             counts=self.counts[turns],
             neurons=self.neurons[turns],
             left=self.left[turns],
+            flag=self.flag,
         )
 
 
-class PoolShare:
-    """The native kernels compute from host memory. Owns nothing of its arguments."""
+class CpuShare:
+    """What computes the share, and the calls from a token's launches. Owns the thread that answers: `close` it.
 
-    adds_output = False  # `y` is in the coordinates of the layer's rotated experts, as their sum is
-
-    def __init__(
-        self, pack: Pack, host: devices.HostArena, kernels: Kernels, exchange: Exchange, calls: devices.HostCalls | None
-    ) -> None:
-        layers = [host_rows(pack, host, layer_idx) for layer_idx in range(len(pack.layout.experts))]
-        self._calls, self._num_layers = calls, len(layers)
-        self._shares = list[host_share.HostShare]()  # of each token
-        for row in range(len(exchange.x)):
-            its = exchange.of_row(row)
-            buffers = host_share.HostShareBuffers(
-                x=its.x[0],
-                weights=its.weights[0],
-                experts=its.experts[0],
-                counts=its.counts.flatten(0, 1),
-                neurons=its.neurons.flatten(0, 1),
-                a=its.a[0],
-                y=its.y[0],
-            )
-            self._shares.append(host_share.HostShare(kernels, layers * placements.NUM_TURNS, buffers))
-
-    def launch(self, turn: int, layer_idx: int, row: int = 0) -> None:
-        """Adds a token's computation of a layer to torch's current stream; without a GPU computes it at once."""
-        share, place = self._shares[row], turn * self._num_layers + layer_idx
-        if self._calls is None:
-            share.run(place)
-        else:
-            self._calls.add(*share.function(place))
-
-    def check(self) -> None:
-        """Raises the faults since the last call."""
-        for share in self._shares:
-            share.check()
-
-    def busy_seconds(self) -> float:
-        """Returns the seconds in which the kernels had work, since the share was opened."""
-        return sum(share.counts().busy_ns for share in self._shares) / 1e9
-
-    def close(self) -> None:
-        """Frees the calls' arguments; no graph may contain a call any more."""
-        for share in self._shares:
-            share.close()
-
-
-class TierShare:
-    """The CPU's own engine computes whole experts, which it reads from the disk into its cache.
-
-    With a GPU a thread for each token computes them, one after another, so that the driver's thread, which calls, never
-    needs the interpreter's lock.
+    Args:    serve: computes the share of a token's place, as in `host_share.FlagCalls`.   ask: adds to torch's current
+             stream that the GPU calls the CPU and waits; None without a GPU, where the share is computed at once.
+             limit_s: how long the GPU waits.
     """
 
-    adds_output = True  # `y` is in the layer's own coordinates
+    adds_output: bool  # whether `y` is in the layer's own coordinates, and not in those of its rotated experts
+    waited_for: str  # by a call that is not answered in time, and what to do
 
     def __init__(
         self,
-        tier: ExpertRunner,
         exchange: Exchange,
-        calls: devices.HostCalls | None,
+        serve: host_share.HostShare | Callable[[int], None],
+        ask: devices.Ask | None,
         limit_s: float = _MOST_LAYER_SECONDS,
     ) -> None:
-        self._tier, self._calls = tier, calls
-        self._fault: BaseException | None = None
-        self._busy_seconds = 0.0
-        self._rows = [exchange.of_row(row) for row in range(len(exchange.x))]
-        self._num_layers = exchange.counts.shape[1]
-        self._workers = list[host_share.WorkerCalls]()  # of each token
-        for row in self._rows if calls is not None else ():
-            given = (row.counts.flatten(0, 1), row.y[0], partial(self._compute, row), limit_s)
-            self._workers.append(host_share.WorkerCalls(*given))
+        counts, self._ask = exchange.counts.flatten(0, 1), ask
+        self._num_layers, self._num_places = exchange.counts.shape[1], len(counts) // len(exchange.y)
+        self._run = serve.run if isinstance(serve, host_share.HostShare) else serve
+        self._calls: host_share.FlagCalls | None = None
+        if ask is not None:
+            self._calls = host_share.FlagCalls(exchange.flag, counts, exchange.y, serve, limit_s)
 
-    def launch(self, turn: int, layer_idx: int, row: int = 0) -> None:
-        """Adds a token's computation of a layer to torch's current stream; without a GPU computes it at once."""
+    def launch(self, turn: int, layer_idx: int, num_rows: int = 1) -> None:
+        """Adds the first rows' computation of a layer to torch's current stream."""
         place = turn * self._num_layers + layer_idx
-        if self._calls is None:
-            self._compute(self._rows[row], place)
-        else:
-            self._calls.add(*self._workers[row].function(place))
+        if self._ask is not None and self._calls is not None:
+            self._ask(self._calls.flag, self._calls.number(place, num_rows))
+            return
+        for row in range(num_rows):
+            self._run(row * self._num_places + place)
 
     def check(self) -> None:
-        """Raises the first fault since the last call."""
+        """Raises a fault since the last call."""
+        if self._calls is not None and (place := self._calls.take_unanswered()) is not None:
+            raise RunError(
+                f"MoE layer {place % self._num_layers}: the GPU waited {self._calls.limit_s:g} s for the CPU, which "
+                f"{self.waited_for}"
+            )
+
+    def busy_seconds(self) -> float:
+        """Returns the seconds in which the CPU had work, since the share was opened."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the thread; no graph that calls may run any more."""
+        if self._calls is not None:
+            self._calls.close()
+
+
+class PoolShare(CpuShare):
+    """The native kernels compute from host memory. Owns nothing of its arguments."""
+
+    adds_output = False
+    waited_for = "computes the layer's experts; end programs that take all CPUs, or use --misses pull"
+
+    def __init__(
+        self, pack: Pack, host: devices.HostArena, kernels: Kernels, exchange: Exchange, ask: devices.Ask | None
+    ) -> None:
+        buffers = host_share.HostShareBuffers(
+            x=exchange.x,
+            weights=exchange.weights,
+            experts=exchange.experts,
+            counts=exchange.counts.flatten(0, 1),
+            neurons=exchange.neurons.flatten(0, 1),
+            a=exchange.a,
+            y=exchange.y,
+        )
+        layers = [host_rows(pack, host, layer_idx) for layer_idx in range(len(pack.layout.experts))]
+        self._share = host_share.HostShare(kernels, layers, buffers)
+        super().__init__(exchange, self._share, ask)
+
+    def check(self) -> None:  # noqa: D102  # as of the base class
+        self._share.check()
+        super().check()
+
+    def busy_seconds(self) -> float:  # noqa: D102  # as of the base class
+        return self._share.counts().busy_ns / 1e9
+
+    def close(self) -> None:  # noqa: D102  # as of the base class
+        super().close()
+        self._share.close()
+
+
+class TierShare(CpuShare):
+    """The CPU's own engine computes whole experts, which it reads from the disk into its cache."""
+
+    adds_output = True
+    waited_for = "reads the layer's experts from the disk and computes them; use a faster disk, or give more --ram"
+
+    def __init__(
+        self, tier: ExpertRunner, exchange: Exchange, ask: devices.Ask | None, limit_s: float = _MOST_LAYER_SECONDS
+    ) -> None:
+        self._tier, self._exchange = tier, exchange
+        self._fault: BaseException | None = None
+        self._busy_seconds = 0.0
+        super().__init__(exchange, self._compute, ask, limit_s)
+
+    def check(self) -> None:  # noqa: D102  # as of the base class
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
-        for worker in self._workers:
-            if (place := worker.take_unanswered()) is not None:
-                raise RunError(
-                    f"MoE layer {place % self._num_layers}: the GPU waited {worker.limit_s:g} s for the CPU, which "
-                    "reads the layer's experts from the disk and computes them; use a faster disk, or give more --ram"
-                )
+        super().check()
 
-    def busy_seconds(self) -> float:
-        """Returns the seconds in which experts were read and computed."""
+    def busy_seconds(self) -> float:  # noqa: D102  # as of the base class
         return self._busy_seconds
 
-    def close(self) -> None:
-        """Ends the threads; no graph may contain a call any more."""
-        for worker in self._workers:
-            worker.close()
-
     @torch.inference_mode()
-    def _compute(self, row: Exchange, place: int) -> None:
-        """Computes a token's share; `row` has its memory."""
-        is_left = row.counts.flatten(0, 1)[place] != 0
-        row.y.zero_()
+    def _compute(self, at: int) -> None:
+        """Computes the share of a token's place."""
+        there, row = self._exchange, at // self._num_places
+        is_left = there.counts.flatten(0, 1)[at] != 0
+        y = there.y[row].zero_()
         if self._fault is not None or not is_left.any():
             return
         started = time.perf_counter()
         try:
-            experts, weights = row.experts[:, is_left].long(), row.weights[:, is_left]
-            row.y.copy_(self._tier.run_experts(place % self._num_layers, row.x.clone(), experts, weights))
+            experts, weights = (each[row : row + 1, is_left] for each in (there.experts, there.weights))
+            x, layer_idx = there.x[row : row + 1].clone(), at % self._num_layers
+            y.copy_(self._tier.run_experts(layer_idx, x, experts.long(), weights)[0])
         except BaseException as fault:  # `check` raises it
             self._fault = fault
         self._busy_seconds += time.perf_counter() - started
-
-
-CpuShare: TypeAlias = PoolShare | TierShare
 
 
 def host_rows(pack: Pack, host: devices.HostArena, layer_idx: int) -> list[ExpertRows]:
@@ -297,13 +304,13 @@ def _cpu_rate(pack: Pack, host: devices.HostArena, kernels: Kernels) -> float:
     listed = torch.arange(0, f, _LISTED_STEP, dtype=torch.int32)
     draw = torch.Generator().manual_seed(0)
     buffers = host_share.HostShareBuffers(
-        x=torch.randn(d, generator=draw),
-        weights=torch.ones(k),
-        experts=torch.randperm(spec.router.num_experts, generator=draw)[:k].int().contiguous(),
+        x=torch.randn(1, d, generator=draw),
+        weights=torch.ones(1, k),
+        experts=torch.randperm(spec.router.num_experts, generator=draw)[:k].int().view(1, k),
         counts=torch.full((num_layers, k), len(listed), dtype=torch.int32),
         neurons=torch.zeros(num_layers, k, f, dtype=torch.int32),
-        a=torch.ones(k, f),
-        y=torch.zeros(d),
+        a=torch.ones(1, k, f),
+        y=torch.zeros(1, d),
     )
     buffers.neurons[..., : len(listed)] = listed
     share = host_share.HostShare(

@@ -7,13 +7,13 @@ memory rounds up to powers of two. The CPU's own engine computes packs that do n
 
 import ctypes
 import os
-import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -195,27 +195,71 @@ class Mark:
             self.event.synchronize()
 
 
-class HostCalls:
-    """Calls C functions from a stream, by the driver's `cuLaunchHostFunc`; a graph that captures a call repeats it.
+# Adds to torch's current stream: write a number to a flag, int32 [1] in page-locked memory, after all that was written
+# before, and wait until the host has set it to 0. A graph that captures it repeats it.
+Ask: TypeAlias = Callable[[Tensor, int], None]
 
-    Raises:  RunError if the driver's library cannot be loaded, or refuses a call.
+
+class _MemoryOperation(ctypes.Structure):
+    """`CUstreamBatchMemOpParams` of CUDA, of which the last words are the driver's."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("reserved", ctypes.c_uint64 * 2),
+    )
+
+
+_WAIT_VALUE, _WRITE_VALUE, _IS_EQUAL = 1, 2, 1  # of CUDA: CU_STREAM_MEM_OP_* of 32 bits, CU_STREAM_WAIT_VALUE_EQ
+_ANSWER_SECONDS = 5.0
+
+
+def driver_ask() -> Ask | None:
+    """Returns the driver's own operations on flags (`cuStreamBatchMemOp`); None if it has none that a graph repeats.
+
+    Tries them once. Raises:  RunError if a wait does not end.
     """
+    try:
+        add = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    except (OSError, AttributeError):
+        return None
+    add.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
 
-    def __init__(self) -> None:
-        name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-        try:
-            self._launch = ctypes.CDLL(name).cuLaunchHostFunc
-        except (OSError, AttributeError) as fault:
-            raise formats.RunError(
-                f"--misses: {name} cannot call the CPU from a graph ({fault}); use --misses pull"
-            ) from fault
-        self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-
-    def add(self, function: int, argument: int) -> None:
-        """Adds a call of the function at an address, `void f(void*)`, to torch's current stream."""
-        fault = self._launch(torch.cuda.current_stream().cuda_stream, function, argument)
+    def ask(flag: Tensor, number: int) -> None:
+        operations = (_MemoryOperation * 2)(
+            _MemoryOperation(_WRITE_VALUE, flag.data_ptr(), number), _MemoryOperation(_WAIT_VALUE, flag.data_ptr(), 0)
+        )
+        operations[1].flags = _IS_EQUAL
+        fault = add(torch.cuda.current_stream().cuda_stream, len(operations), operations, 0)
         if fault:
-            raise formats.RunError(f"--misses: the driver refuses to call the CPU (error {fault}); use --misses pull")
+            raise formats.RunError(f"--misses: the driver does not wait for the CPU (error {fault}); use --misses pull")
+
+    return ask if _is_answered(ask) else None
+
+
+def _is_answered(ask: Ask) -> bool:
+    """Whether a graph writes a number and waits; raises RunError if it waits although the flag is 0."""
+    flag, graph = torch.zeros(1, dtype=torch.int32, pin_memory=True), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            ask(flag, 1)
+        graph.replay()
+    except (formats.RunError, RuntimeError):  # some drivers refuse only the end of the capture
+        _forget_cuda_error()
+        return False
+    end = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+    end.record()
+    until = time.monotonic() + _ANSWER_SECONDS
+    while not flag.item() and not end.query() and time.monotonic() < until:  # type: ignore[no-untyped-call]  # likewise
+        pass
+    is_waiting = bool(flag.item()) and not end.query()  # type: ignore[no-untyped-call]  # likewise
+    flag.zero_()
+    while not end.query():  # type: ignore[no-untyped-call]  # likewise
+        if time.monotonic() > until + _ANSWER_SECONDS:
+            raise formats.RunError("--misses: the GPU does not see what the CPU writes; use --misses pull")
+    return is_waiting
 
 
 Array = NDArray[Any]

@@ -81,8 +81,9 @@ void pool_case(Random& random, Pools& pools, Counts& counts);
 // The host's share of a GPU's experts, with right and wrong requests.
 void share_case(Random& random, Pools& pools, Counts& counts);
 
-// Calls from other threads that a thread answers, or not in time, or that are closed.
-void calls_case(Random& random, Pools& pools, Counts& counts);
+// Calls through a flag that a thread answers, or not in time, or that are closed; `play_flags` is one of them.
+void play_flags(Random& random);
+void flag_case(Random& random, Pools& pools, Counts& counts);
 
 // Files read by several threads, cancelled, cut, closed while they are.
 void reader_case(Random& random, Pools& pools, Counts& counts);

@@ -52,7 +52,7 @@ void run_case(uint64_t seed, Pools& pools, Counts& counts) {
                : kind <= 82 ? layer_case
                : kind <= 90 ? bytes_case
                : kind <= 94 ? cut_case
-               : kind <= 95 ? calls_case
+               : kind <= 95 ? flag_case
                : kind <= 97 ? pool_case
                             : reader_case;
     run(random, pools, counts);

@@ -460,6 +460,7 @@ def call_layers(module: ModuleType, cases: Cases) -> bool:
 def call_share(module: ModuleType, cases: Cases) -> bool:
     """Opens a share of the host and runs its layers, with any numbers in what a GPU writes."""
     k, num_layers, f = cases.number(1, 3), cases.number(1, 3), cases.number(1, 60)
+    t, places = cases.number(1, 2), num_layers * cases.number(1, 2)
     num_experts, given = cases.random.integers(1, 4, num_layers).astype(np.int32), list[Any]()
     for _ in range(num_experts.sum()):
         cases.f = cases.number(1, f)
@@ -468,35 +469,35 @@ def call_share(module: ModuleType, cases: Cases) -> bool:
             layout, selector, records, _ = cases.expert()
         one = [layout, selector, records, float(cases.random.normal())]
         given.append(tuple(cases.tampered(one) if cases.chance(3) else one))
-    asked = [cases.random.integers(-2, 5, shape).astype(np.int32) for shape in (k, (num_layers, k))]
-    lists = np.sort(cases.random.integers(0, 2 * f, (num_layers, k, f)).astype(np.int32), axis=-1)
-    buffers = [cases.floats(cases.d), cases.floats(k), *asked, lists, cases.floats(k, f), cases.floats(cases.d)]
-    arguments = [cases.pools[0], given, num_experts, *buffers]
+    asked = [cases.random.integers(-2, 5, shape).astype(np.int32) for shape in ((t, k), (t * places, k))]
+    lists = np.sort(cases.random.integers(0, 2 * f, (t * places, k, f)).astype(np.int32), axis=-1)
+    x, y = (cases.floats(t, cases.d) for _ in range(2))
+    arguments = [cases.pools[0], given, num_experts, t, x, cases.floats(t, k), *asked, lists, cases.floats(t, k, f), y]
     if cases.chance(40):
         arguments = cases.tampered(arguments)
     found: list[Any] = []
     if not attempt(lambda: found.append(module.open_share(*arguments))):
         return False
-    for name in ("run_share", "share_function", "share_counts", "take_share_fault", "run_share"):
-        layer = [cases.number(0, num_layers - 1)] if name in ("run_share", "share_function") else []
-        right = [*found, *layer]
+    for name in ("run_share", "share_counts", "take_share_fault", "run_share"):
+        right = [*found, *([cases.number(0, t * places - 1)] if name == "run_share" else [])]
         call = right if cases.chance(70) else cases.tampered(right)
         attempt(lambda name=name, call=call: getattr(module, name)(*call))  # type: ignore[misc]  # bound at once
     return True
 
 
 def call_calls(module: ModuleType, cases: Cases) -> bool:
-    """Opens calls that a thread would answer, closes them, and asks for the next."""
-    num_places, k = cases.number(1, 3), cases.number(1, 3)
-    counts = cases.random.integers(-1, 2, (num_places, k)).astype(np.int32)
-    arguments: list[Any] = [counts, k, cases.floats(cases.d), cases.number(0, 5)]
+    """Opens a GPU's calls with any number in the flag, closes them, and asks for the next."""
+    t, num_places, k = cases.number(1, 2), cases.number(1, 3), cases.number(1, 3)
+    counts = cases.random.integers(-1, 2, (t * num_places, k)).astype(np.int32)
+    flag = np.array([cases.number(-2, t * num_places + 2)], np.int32)
+    arguments: list[Any] = [flag, counts, cases.floats(t, cases.d), t, k, cases.number(0, 5)]
     if cases.chance(40):
         arguments = cases.tampered(arguments)
     found: list[Any] = []
     if not attempt(lambda: found.append(module.open_calls(*arguments))):
         return False
-    attempt(lambda: module.call_function(*cases.tampered([*found, 0])))
     module.close_calls(*found)  # after which nothing waits
+    attempt(lambda: module.serve_calls(*found, *found))
     for name in ("next_call", "take_call_fault", "close_calls"):
         call = found if cases.chance(70) else cases.tampered(found)
         attempt(lambda name=name, call=call: getattr(module, name)(*call))  # type: ignore[misc]  # bound at once

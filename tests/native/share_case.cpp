@@ -1,5 +1,7 @@
 // The host's share of a GPU's experts: right requests against `run_experts`, and any numbers in what a GPU writes.
+#include <algorithm>
 #include <climits>
+#include <cstring>
 #include <deque>
 #include <thread>
 
@@ -20,13 +22,13 @@ struct Given {
 
     Given(Random& random, const ShareSizes& s)
         : sizes(s),
-          x(random, s.d),
-          weights(random, s.k),
-          a(random, (size_t)s.k * s.f),
-          y(random, s.d),
-          experts(random, s.k),
-          counts(random, (size_t)s.num_layers * s.k),
-          neurons(random, (size_t)s.num_layers * s.k * s.f) {}
+          x(random, (size_t)s.num_tokens * s.d),
+          weights(random, (size_t)s.num_tokens * s.k),
+          a(random, (size_t)s.num_tokens * s.k * s.f),
+          y(random, (size_t)s.num_tokens * s.d),
+          experts(random, (size_t)s.num_tokens * s.k),
+          counts(random, (size_t)s.num_tokens * s.num_places * s.k),
+          neurons(random, (size_t)s.num_tokens * s.num_places * s.k * s.f) {}
 
     void add_expert(Random& random, const ExpertLayout& layout, size_t layer_idx) {
         const size_t selector_bytes = layout.selector == Selector::none ? 0 : layout.selector_bytes();
@@ -38,82 +40,86 @@ struct Given {
     ShareBuffers buffers() {
         return {x.get(), weights.get(), experts.get(), counts.get(), neurons.get(), a.get(), y.get()};
     }
-    int32_t* list(int32_t layer_idx, int32_t p) {
-        return neurons.get() + ((size_t)layer_idx * sizes.k + p) * sizes.f;
-    }
+    int32_t* list(int32_t at, int32_t p) { return neurons.get() + ((size_t)at * sizes.k + p) * sizes.f; }
+    // Of a token's place: its layer's experts, the token's numbers, and its counts.
+    std::vector<ShareExpert>& layer(int32_t at) { return layers[at % sizes.num_layers]; }
+    size_t first(int32_t at) const { return (size_t)(at / sizes.num_places) * sizes.k; }
+    int32_t* counts_of(int32_t at) { return counts.get() + (size_t)at * sizes.k; }
+    float* y_of(int32_t at) { return y.get() + (size_t)(at / sizes.num_places) * sizes.d; }
 };
 
 // What a GPU asks for when it is right.
-void ask(Random& random, Given& given, int32_t layer_idx) {
-    const auto& layer = given.layers[layer_idx];
+void ask(Random& random, Given& given, int32_t at) {
+    const auto& layer = given.layer(at);
+    int32_t* experts = given.experts.get() + given.first(at);
     for (int32_t p = 0; p < given.sizes.k; p++) {
-        given.experts[p] = (int32_t)random.between(0, (int64_t)layer.size() - 1);
-        const int32_t num_rows = layer[given.experts[p]].layout.num_rows;
-        int32_t* list = given.list(layer_idx, p);
+        experts[p] = (int32_t)random.between(0, (int64_t)layer.size() - 1);
+        const int32_t num_rows = layer[experts[p]].layout.num_rows;
+        int32_t* list = given.list(at, p);
         int32_t count = 0;
         const int percent = random.pick({0, 10, 50, 100});
         for (int32_t i = 0; i < num_rows; i++)
             if (random.chance(percent)) list[count++] = i;
-        given.counts[(size_t)layer_idx * given.sizes.k + p] = random.chance(30) ? kWholeExpert : count;
+        given.counts_of(at)[p] = random.chance(30) ? kWholeExpert : count;
     }
 }
 
 // The same through `run_experts`.
-void run_plainly(Random& random, Pool& pool, Given& given, int32_t layer_idx, Exact<float>& y) {
+void run_plainly(Random& random, Pool& pool, Given& given, int32_t at, Exact<float>& y) {
     const ShareSizes& sizes = given.sizes;
+    const size_t first = given.first(at);
     std::vector<ExpertWork> works;
     std::deque<Exact<float>> a;
     std::deque<Exact<uint8_t>> runs;
     const int64_t token = 0;
     for (int32_t p = 0; p < sizes.k; p++) {
-        const int32_t count = given.counts[(size_t)layer_idx * sizes.k + p];
+        const int32_t count = given.counts_of(at)[p];
         if (count == 0) continue;
-        const ShareExpert& expert = given.layers[layer_idx][given.experts[p]];
+        const ShareExpert& expert = given.layer(at)[given.experts[first + p]];
         ExpertWork work = {&expert.layout, expert.selector, expert.records,      expert.threshold,
-                           1,              &token,          given.weights.get() + p};
+                           1,              &token,          given.weights.get() + first + p};
         if (count != kWholeExpert) {
-            work.neurons = given.list(layer_idx, p);
+            work.neurons = given.list(at, p);
             work.num_neurons = count;
             if (expert.layout.selector != Selector::none) {
                 work.a = a.emplace_back(random, expert.layout.num_rows).get();
                 work.runs = runs.emplace_back(random, expert.layout.num_rows).get();
             }
             for (int32_t i = 0; work.a && i < count; i++) {
-                a.back()[work.neurons[i]] = given.a[(size_t)p * sizes.f + i];
+                a.back()[work.neurons[i]] = given.a[(first + p) * sizes.f + i];
                 runs.back()[work.neurons[i]] = 1;
             }
         }
         works.push_back(work);
     }
     y.fill(0.0f);
-    require(run_experts(pool, works.data(), (int32_t)works.size(), given.x.get(), y.get()) == Outcome::done,
+    require(run_experts(pool, works.data(), (int32_t)works.size(),
+                        given.x.get() + (size_t)(at / sizes.num_places) * sizes.d, y.get()) == Outcome::done,
             "experts of lists are done");
 }
 
-bool is_zero(const Exact<float>& y) {
-    for (size_t i = 0; i < y.size(); i++)
-        if (y[i] != 0.0f) return false;
-    return true;
+bool is_zero(const float* y, int32_t d) {
+    return std::all_of(y, y + d, [](float value) { return value == 0.0f; });
 }
 
 // Anything in a number that a GPU writes.
-void tamper(Random& random, Given& given, int32_t layer_idx) {
+void tamper(Random& random, Given& given, int32_t at) {
     const ShareSizes& sizes = given.sizes;
     const int32_t p = (int32_t)random.between(0, sizes.k - 1);
-    int32_t* places[] = {given.experts.get() + p, given.counts.get() + (size_t)layer_idx * sizes.k + p,
-                         given.list(layer_idx, p) + random.between(0, sizes.f - 1)};
+    int32_t* places[] = {given.experts.get() + given.first(at) + p, given.counts_of(at) + p,
+                         given.list(at, p) + random.between(0, sizes.f - 1)};
     int32_t& value = *places[random.between(0, 2)];
     value = random.chance(50) ? (int32_t)random.next()
                               : random.pick({INT_MIN, INT_MAX, -2, -1, 0, 1, sizes.f - 1, sizes.f, sizes.f + 1, value ^ 1});
 }
 
-bool is_right(Given& given, int32_t layer_idx) {
-    const auto& layer = given.layers[layer_idx];
+bool is_right(Given& given, int32_t at) {
+    const auto& layer = given.layer(at);
     for (int32_t p = 0; p < given.sizes.k; p++) {
-        const int32_t count = given.counts[(size_t)layer_idx * given.sizes.k + p], expert_idx = given.experts[p];
+        const int32_t count = given.counts_of(at)[p], expert_idx = given.experts[given.first(at) + p];
         if (count == 0) continue;
         if (expert_idx < 0 || expert_idx >= (int32_t)layer.size()) return false;
-        const int32_t num_rows = layer[expert_idx].layout.num_rows, *list = given.list(layer_idx, p);
+        const int32_t num_rows = layer[expert_idx].layout.num_rows, *list = given.list(at, p);
         if (count == kWholeExpert) continue;
         if (count < 0 || count > num_rows) return false;
         for (int32_t i = 0; i < count; i++)
@@ -131,7 +137,8 @@ void share_case(Random& random, Pools& pools, Counts& counts) {
     Pool &alone = pools.alone(set_idx), &several = pools.several(random, set_idx);
     const auto num_layers = (int32_t)random.between(1, 3);
     const ShareSizes share_sizes = {sizes.num_cols, (int32_t)random.between(1, 4),
-                                    sizes.num_rows + (int32_t)random.between(0, 3), num_layers};
+                                    sizes.num_rows + (int32_t)random.between(0, 3), num_layers,
+                                    (int32_t)random.between(1, 2), num_layers * (int32_t)random.between(1, 2)};
     Given given(random, share_sizes);
     given.layers.resize(num_layers);
     given.rows.reserve(64);
@@ -152,23 +159,25 @@ void share_case(Random& random, Pools& pools, Counts& counts) {
     HostShare share(several, share_sizes, given.layers, given.buffers());
     Exact<float> expected(random, share_sizes.d);
     for (int round = 0; round < 4; round++) {
-        const auto layer_idx = (int32_t)random.between(0, num_layers - 1);
-        ask(random, given, layer_idx);
-        for (int64_t times = random.chance(50) ? random.between(1, 3) : 0; times > 0; times--) tamper(random, given, layer_idx);
+        const auto at = (int32_t)random.between(0, share_sizes.num_tokens * share_sizes.num_places - 1);
+        ask(random, given, at);
+        for (int64_t times = random.chance(50) ? random.between(1, 3) : 0; times > 0; times--) tamper(random, given, at);
         if (random.chance(50))
-            share.compute(layer_idx);
+            share.compute(at);
         else
-            std::thread(moe_pack_host_share, share.argument(layer_idx)).join();
+            std::thread([&] { share.compute(at); }).join();
         const HostShare::Fault fault = share.take_fault();
-        const bool right = is_right(given, layer_idx);
+        const bool right = is_right(given, at);
         right ? counts.accepted++ : counts.refused++;
         require(right == (fault.fault == ShareFault::none), "what is wrong is a fault, and nothing else");
-        require(right || (fault.layer_idx == layer_idx && fault.place_idx < share_sizes.k), "the place of a fault");
+        require(right || (fault.layer_idx == at % num_layers && fault.expert_idx < share_sizes.k), "the place of a fault");
         if (right)
-            run_plainly(random, alone, given, layer_idx, expected);
+            run_plainly(random, alone, given, at, expected);
         else
-            require(is_zero(given.y), "the output of a fault is zero");
-        if (right) require(given.y.same_bits(expected), "a share has the bits of its experts");
+            require(is_zero(given.y_of(at), share_sizes.d), "the output of a fault is zero");
+        if (right)
+            require(std::memcmp(given.y_of(at), expected.get(), sizeof(float) * share_sizes.d) == 0,
+                    "a share has the bits of its experts");
         require(share.take_fault().fault == ShareFault::none, "a fault is told once");
     }
     const ShareCounts computed = share.counts();

@@ -12,7 +12,7 @@ from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels import attention, grouped, halves, predict, pull, tables
 from moe_pack.runtime.gpu.kernels.attention import entering
-from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, ask, norm, reduce
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.mixers.recurrence import convolve_prompt, convolve_step, gated_step, recur_step
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select, select_programs, sums_at_once
@@ -202,6 +202,7 @@ ROUTERS = (
 
 def token_calls() -> Iterator[Call]:
     """Attention of grouped queries, norms, routers, sums of experts: shapes of published models."""
+    yield "ask", partial(ask, torch.zeros(1, dtype=torch.int32), 1)
     for case in (
         (32, 4, 128, F32, "head"),
         (32, 8, 128, BF16, "none", 4096, CONTEXT),

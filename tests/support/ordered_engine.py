@@ -341,14 +341,14 @@ def _watch_share(watch: Watch, share: type[cpu_share.CpuShare], patch: pytest.Mo
         exchanges[id(self)] = next(each for each in args if isinstance(each, cpu_share.Exchange))
         make(self, *args)
 
-    def launch_share(self: Any, turn: int, layer_idx: int, row: int = 0) -> None:
-        if watch.is_looking:
+    def launch_share(self: Any, turn: int, layer_idx: int, num_rows: int = 1) -> None:
+        for row in range(num_rows if watch.is_looking else 0):
             there = exchanges[id(self)].of_row(row)
             left = there.left[turn][layer_idx]
             reads = [there.x, there.weights, there.experts, left.a, left.counts, left.neurons]
             watch.call("the CPU's share", reads, [there.y])
         with watch.off():
-            launch(self, turn, layer_idx, row)
+            launch(self, turn, layer_idx, num_rows)
 
     patch.setattr(share, "__init__", make_share)
     patch.setattr(share, "launch", launch_share)

@@ -1,5 +1,4 @@
-// The host's share of a GPU's experts: what the GPU leaves to the CPU of a token, computed by a function that CUDA calls
-// between two kernels (`cudaLaunchHostFunc`), without Python.
+// The host's share of a GPU's experts: what the GPU leaves to the CPU of a token, computed without Python.
 //
 // The GPU says in page-locked memory which experts a token takes and which of their neurons the CPU computes. What is
 // read there is checked each time: a fault ends the layer with an output of zeros, never with a read out of bounds.
@@ -24,20 +23,21 @@ struct ShareExpert {
     float threshold;
 };
 
-// d columns, k experts of a token, L layers; f: the neurons that a list has space for.
+// d columns, k experts of a token, L layers; f: the neurons that a list has space for. T tokens have P places each, a
+// multiple of L: token t's place p, of layer p % L, is t * P + p.
 struct ShareSizes {
-    int32_t d, k, f, num_layers;
+    int32_t d, k, f, num_layers, num_tokens, num_places;
 };
 
 // Memory that a GPU reads and writes as well.
 struct ShareBuffers {
-    const float* x;          // [d]
-    const float* weights;    // [k], the router's
-    const int32_t* experts;  // [k]
-    const int32_t* counts;   // [L, k], of neurons, or kWholeExpert
-    const int32_t* neurons;  // [L, k, f], rising
-    const float* a;          // [k, f], of the selector, in the order of the list; not read without a selector
-    float* y;                // [d], the sum over the experts of weight * output of these neurons
+    const float* x;          // [T, d]
+    const float* weights;    // [T, k], the router's
+    const int32_t* experts;  // [T, k]
+    const int32_t* counts;   // [T * P, k], of neurons, or kWholeExpert
+    const int32_t* neurons;  // [T * P, k, f], rising
+    const float* a;          // [T, k, f], of the selector, in the order of the list; not read without a selector
+    float* y;                // [T, d], the sum over the experts of weight * output of these neurons
 };
 
 // What was wrong; Python has a message for each (runtime/cpu/host_share.py).
@@ -49,12 +49,6 @@ struct ShareCounts {
 
 class HostShare {
   public:
-    // What `moe_pack_host_share` takes.
-    struct Argument {
-        HostShare* share;
-        int32_t layer_idx;
-    };
-
     // `layers`: the experts of each, whose layouts have d columns and at most f rows. k is at most kMaxShareExperts.
     // Throws std::bad_alloc.
     HostShare(Pool& pool, const ShareSizes& sizes, std::vector<std::vector<ShareExpert>> layers,
@@ -62,35 +56,31 @@ class HostShare {
     HostShare(const HostShare&) = delete;
     HostShare& operator=(const HostShare&) = delete;
 
-    // Computes a layer's share; any thread may call it, one at a time does the work.
-    void compute(int32_t layer_idx) noexcept;
-
-    // Of a layer; lives as long as this.
-    Argument* argument(int32_t layer_idx) { return &arguments_[layer_idx]; }
+    // Computes the share of a token at a place; any thread may call it, one at a time does the work.
+    void compute(int32_t at) noexcept;
 
     ShareCounts counts() const;
 
-    // The first fault since the last call, with its layer and the place among the token's experts.
+    // The first fault since the last call, with its layer and the number among the token's experts.
     struct Fault {
         ShareFault fault;
-        int32_t layer_idx, place_idx;
+        int32_t layer_idx, expert_idx;
     };
     Fault take_fault();
 
-    int32_t num_layers() const { return sizes_.num_layers; }
+    int32_t num_computed() const { return sizes_.num_tokens * sizes_.num_places; }
 
   private:
-    // Fills `works_` from the buffers; `*place_idx` is the place that has a fault, if any has.
-    ShareFault take_works(int32_t layer_idx, int32_t* place_idx);
-    ShareFault take_neurons(ExpertWork& work, int32_t layer_idx, int32_t place_idx);
-    ShareFault run();
-    void keep_fault(ShareFault fault, int32_t layer_idx, int32_t place_idx);
+    // Fills `works_` from the buffers; `*expert_idx` is that which has a fault, if any has.
+    ShareFault take_works(int32_t at, int32_t* expert_idx);
+    ShareFault take_neurons(ExpertWork& work, int32_t at, int32_t expert_idx);
+    ShareFault run(int32_t token);
+    void keep_fault(ShareFault fault, int32_t layer_idx, int32_t expert_idx);
 
     Pool& pool_;
     const ShareSizes sizes_;
     const std::vector<std::vector<ShareExpert>> layers_;
     const ShareBuffers buffers_;
-    std::vector<Argument> arguments_;  // [L]
     std::mutex one_layer_;
     // Of the layer at work, copied from the buffers and checked.
     std::vector<int32_t> counts_;        // [k]
@@ -100,10 +90,7 @@ class HostShare {
     std::vector<ExpertWork> works_;      // [k]
     int32_t num_works_ = 0;
     std::atomic<int64_t> num_experts_{0}, num_neurons_{0}, record_bytes_{0}, busy_ns_{0};
-    std::atomic<uint64_t> fault_{0};  // fault, place and layer in 8, 24 and 32 bits
+    std::atomic<uint64_t> fault_{0};  // fault, expert and layer in 8, 24 and 32 bits
 };
 
 }  // namespace moe_pack
-
-// The function that CUDA calls. `argument`: of `HostShare::argument`.
-extern "C" void moe_pack_host_share(void* argument);

@@ -2,15 +2,16 @@
 
 #include <memory>
 
+#include "flag_calls.h"
 #include "host_share.h"
-#include "worker_calls.h"
 
 namespace moe_pack {
 namespace {
 
 constexpr const char* kShareName = "moe_pack.runtime.cpu._native.HostShare";
-constexpr const char* kCallsName = "moe_pack.runtime.cpu._native.WorkerCalls";
-constexpr size_t kMaxLayers = 1 << 16;  // and places of calls
+constexpr const char* kCallsName = "moe_pack.runtime.cpu._native.FlagCalls";
+constexpr size_t kMaxLayers = 1 << 16, kMaxPlaces = 1 << 20;  // places of all tokens
+constexpr int kMaxShareTokens = 256;
 constexpr int kMaxLimit = 1 << 24;  // milliseconds
 
 // An expert of a layer, with the rows it borrows.
@@ -55,17 +56,20 @@ struct GivenShare {
                counts.take(from[3], "counts") && neurons.take(from[4], "neurons") && a.take(from[5], "a") &&
                y.take(from[6], "y", true);
     }
-    // Whether all sizes fit `num_layers`; those that follow from them are set.
-    bool fit(size_t num_layers, ShareSizes* sizes) const {
-        const size_t d = x.size(), k = weights.size();
+    // Whether all sizes fit `num_layers` and `num_tokens`; those that follow from them are set.
+    bool fit(size_t num_layers, size_t num_tokens, ShareSizes* sizes) const {
+        const size_t d = x.size() / num_tokens, k = weights.size() / num_tokens;
         if (d < 1 || d > (size_t)kMaxCols) return refuse("x", "sizes out of range") != nullptr;
         if (k < 1 || k > (size_t)kMaxShareExperts) return refuse("weights", "expected 1 to 256") != nullptr;
-        const size_t f = a.size() / k;
+        const size_t of_tokens = num_tokens * k, f = a.size() / of_tokens, num_places = counts.size() / of_tokens;
         if (f < 1 || f > (size_t)kMaxRows) return refuse("a", "sizes out of range") != nullptr;
-        *sizes = {(int32_t)d, (int32_t)k, (int32_t)f, (int32_t)num_layers};
-        return has_size("y", y.size(), d) && has_size("experts", chosen.size(), k) && has_size("a", a.size(), k * f) &&
-               has_size("counts", counts.size(), num_layers * k) &&
-               has_size("neurons", neurons.size(), num_layers * k * f);
+        if (num_layers < 1 || num_places < 1 || num_places % num_layers != 0 || num_places > kMaxPlaces / num_tokens)
+            return refuse("counts", "sizes out of range") != nullptr;
+        *sizes = {(int32_t)d, (int32_t)k, (int32_t)f, (int32_t)num_layers, (int32_t)num_tokens, (int32_t)num_places};
+        return has_size("x", x.size(), num_tokens * d) && has_size("y", y.size(), num_tokens * d) &&
+               has_size("weights", weights.size(), of_tokens) && has_size("experts", chosen.size(), of_tokens) &&
+               has_size("a", a.size(), of_tokens * f) && has_size("counts", counts.size(), of_tokens * num_places) &&
+               has_size("neurons", neurons.size(), of_tokens * num_places * f);
     }
     ShareBuffers buffers() const {
         return {x.values(),       weights.values(), chosen.values(), counts.values(),
@@ -80,47 +84,35 @@ HostShare* share_of(PyObject* capsule) {
     return given == nullptr ? nullptr : given->share.get();
 }
 
-// The share and the layer of a call.
-HostShare* take_layer(PyObject* arguments, const char* format, int* layer_idx) {
-    PyObject* capsule;
-    if (!PyArg_ParseTuple(arguments, format, &capsule, layer_idx)) return nullptr;
-    HostShare* share = share_of(capsule);
-    if (share == nullptr || (*layer_idx >= 0 && *layer_idx < share->num_layers())) return share;
-    refuse("layer", "there is none of this number");
-    return nullptr;
-}
-
 // Calls and what they borrow. The calls go first.
 struct GivenCalls {
+    Buffer<int32_t> flag;
     Buffer<const int32_t> counts;
     Buffer<float> y;
-    std::unique_ptr<WorkerCalls> calls;
+    std::unique_ptr<FlagCalls> calls;
 
     ~GivenCalls() { calls.reset(); }
 };
 
 void free_calls(PyObject* capsule) { delete static_cast<GivenCalls*>(PyCapsule_GetPointer(capsule, kCallsName)); }
 
-WorkerCalls* calls_of(PyObject* capsule) {
+FlagCalls* calls_of(PyObject* capsule) {
     auto* given = static_cast<GivenCalls*>(PyCapsule_GetPointer(capsule, kCallsName));
     return given == nullptr ? nullptr : given->calls.get();
 }
 
 PyObject* place_or_none(int32_t place) {
-    if (place == WorkerCalls::kNone) Py_RETURN_NONE;
+    if (place == FlagCalls::kNone) Py_RETURN_NONE;
     return PyLong_FromLong(place);
-}
-
-PyObject* addresses(void (*function)(void*), const void* argument) {
-    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)function, (unsigned long long)(uintptr_t)argument);
 }
 
 }  // namespace
 
 PyObject* open_share(PyObject*, PyObject* arguments) {
     PyObject *pool_capsule, *list, *numbers, *from[7];
-    if (!PyArg_ParseTuple(arguments, "OO!OOOOOOOO:open_share", &pool_capsule, &PyList_Type, &list, &numbers, from,
-                          from + 1, from + 2, from + 3, from + 4, from + 5, from + 6))
+    int num_tokens;
+    if (!PyArg_ParseTuple(arguments, "OO!OiOOOOOOO:open_share", &pool_capsule, &PyList_Type, &list, &numbers,
+                          &num_tokens, from, from + 1, from + 2, from + 3, from + 4, from + 5, from + 6))
         return nullptr;
     Pool* pool = pool_of(pool_capsule);
     Copied<int32_t> num_experts;
@@ -128,7 +120,8 @@ PyObject* open_share(PyObject*, PyObject* arguments) {
     auto given = std::make_unique<GivenShare>();
     if (pool == nullptr || !num_experts.take(numbers, "num_experts") || !given->take(from)) return nullptr;
     if (num_experts.size() > kMaxLayers) return refuse("num_experts", "too many layers");
-    if (!given->fit(num_experts.size(), &sizes)) return nullptr;
+    if (num_tokens < 1 || num_tokens > kMaxShareTokens) return refuse("num_tokens", "expected 1 to 256");
+    if (!given->fit(num_experts.size(), num_tokens, &sizes)) return nullptr;
     auto take = [&](GivenShareExpert& one, PyObject* tuple) { return one.take(tuple, sizes.d, sizes.f); };
     if (!take_each(list, "experts", given->experts, take)) return nullptr;
     std::vector<std::vector<ShareExpert>> layers(num_experts.size());
@@ -148,20 +141,16 @@ PyObject* open_share(PyObject*, PyObject* arguments) {
 }
 
 PyObject* run_share(PyObject*, PyObject* arguments) {
-    int layer_idx;
-    HostShare* share = take_layer(arguments, "Oi:run_share", &layer_idx);
+    PyObject* capsule;
+    int at;
+    if (!PyArg_ParseTuple(arguments, "Oi:run_share", &capsule, &at)) return nullptr;
+    HostShare* share = share_of(capsule);
     if (share == nullptr) return nullptr;
+    if (at < 0 || at >= share->num_computed()) return refuse("place", "there is none of this number");
     Py_BEGIN_ALLOW_THREADS;
-    share->compute(layer_idx);
+    share->compute(at);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
-}
-
-PyObject* share_function(PyObject*, PyObject* arguments) {
-    int layer_idx;
-    HostShare* share = take_layer(arguments, "Oi:share_function", &layer_idx);
-    if (share == nullptr) return nullptr;
-    return addresses(moe_pack_host_share, share->argument(layer_idx));
 }
 
 PyObject* share_counts(PyObject*, PyObject* capsule) {
@@ -177,39 +166,55 @@ PyObject* take_share_fault(PyObject*, PyObject* capsule) {
     if (share == nullptr) return nullptr;
     const HostShare::Fault found = share->take_fault();
     if (found.fault == ShareFault::none) Py_RETURN_NONE;
-    return Py_BuildValue("iii", (int)found.fault, (int)found.layer_idx, (int)found.place_idx);
+    return Py_BuildValue("iii", (int)found.fault, (int)found.layer_idx, (int)found.expert_idx);
 }
 
 PyObject* open_calls(PyObject*, PyObject* arguments) {
-    PyObject *counts, *y;
-    int k, limit_ms;
-    if (!PyArg_ParseTuple(arguments, "OiOi:open_calls", &counts, &k, &y, &limit_ms)) return nullptr;
+    PyObject *flag, *counts, *y;
+    int num_tokens, k, limit_ms;
+    if (!PyArg_ParseTuple(arguments, "OOOiii:open_calls", &flag, &counts, &y, &num_tokens, &k, &limit_ms))
+        return nullptr;
     auto given = std::make_unique<GivenCalls>();
-    if (!given->counts.take(counts, "counts") || !given->y.take(y, "y", true)) return nullptr;
-    const size_t d = given->y.size(), num_counts = given->counts.size();
+    if (!given->flag.take(flag, "flag", true) || !given->counts.take(counts, "counts") || !given->y.take(y, "y", true))
+        return nullptr;
+    if (num_tokens < 1 || num_tokens > kMaxShareTokens) return refuse("num_tokens", "expected 1 to 256");
+    const size_t d = given->y.size() / num_tokens, num_counts = given->counts.size();
     if (k < 1 || k > kMaxShareExperts) return refuse("k", "expected 1 to 256");
-    if (num_counts % k != 0 || num_counts / k > kMaxLayers) return refuse("counts", "sizes out of range");
+    const size_t num_places = num_counts / num_tokens / k;
+    if (num_places < 1 || num_places > kMaxPlaces / num_tokens) return refuse("counts", "sizes out of range");
     if (d < 1 || d > (size_t)kMaxCols) return refuse("y", "sizes out of range");
     if (limit_ms < 0 || limit_ms > kMaxLimit) return refuse("limit", "expected 0 to 16777216 milliseconds");
-    const CallBuffers buffers = {given->counts.values(), given->y.values(), (int32_t)(num_counts / k), k, (int32_t)d};
-    given->calls = std::make_unique<WorkerCalls>(buffers, std::chrono::milliseconds(limit_ms));
+    if (!has_size("flag", given->flag.size(), 1) || !has_size("y", given->y.size(), num_tokens * d) ||
+        !has_size("counts", num_counts, num_tokens * num_places * k))
+        return nullptr;
+    static_assert(sizeof(std::atomic<int32_t>) == sizeof(int32_t) && std::atomic<int32_t>::is_always_lock_free);
+    auto* word = reinterpret_cast<std::atomic<int32_t>*>(given->flag.values());
+    const CallBuffers buffers = {word,       given->counts.values(), given->y.values(),
+                                 num_tokens, (int32_t)num_places,    k,
+                                 (int32_t)d};
+    given->calls = std::make_unique<FlagCalls>(buffers, std::chrono::milliseconds(limit_ms));
     PyObject* capsule = PyCapsule_New(given.get(), kCallsName, free_calls);
     if (capsule != nullptr) given.release();
     return capsule;
 }
 
-PyObject* call_function(PyObject*, PyObject* arguments) {
-    PyObject* capsule;
-    int place;
-    if (!PyArg_ParseTuple(arguments, "Oi:call_function", &capsule, &place)) return nullptr;
-    WorkerCalls* calls = calls_of(capsule);
-    if (calls == nullptr) return nullptr;
-    if (place < 0 || place >= calls->num_places()) return refuse("place", "there is none of this number");
-    return addresses(moe_pack_worker_call, calls->argument(place));
+// Returns when the calls are closed; until then the thread does not have the interpreter's lock.
+PyObject* serve_calls(PyObject*, PyObject* arguments) {
+    PyObject *calls_capsule, *share_capsule;
+    if (!PyArg_ParseTuple(arguments, "OO:serve_calls", &calls_capsule, &share_capsule)) return nullptr;
+    FlagCalls* calls = calls_of(calls_capsule);
+    HostShare* share = calls == nullptr ? nullptr : share_of(share_capsule);
+    if (share == nullptr) return nullptr;
+    if (calls->buffers().num_tokens * calls->buffers().num_places != share->num_computed())
+        return refuse("share", "it has other places");
+    Py_BEGIN_ALLOW_THREADS;
+    for (int32_t at; (at = calls->next()) != FlagCalls::kNone;) share->compute(at);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
 }
 
 PyObject* next_call(PyObject*, PyObject* capsule) {
-    WorkerCalls* calls = calls_of(capsule);
+    FlagCalls* calls = calls_of(capsule);
     if (calls == nullptr) return nullptr;
     int32_t place;
     Py_BEGIN_ALLOW_THREADS;
@@ -219,12 +224,12 @@ PyObject* next_call(PyObject*, PyObject* capsule) {
 }
 
 PyObject* take_call_fault(PyObject*, PyObject* capsule) {
-    WorkerCalls* calls = calls_of(capsule);
+    FlagCalls* calls = calls_of(capsule);
     return calls == nullptr ? nullptr : place_or_none(calls->take_fault());
 }
 
 PyObject* close_calls(PyObject*, PyObject* capsule) {
-    WorkerCalls* calls = calls_of(capsule);
+    FlagCalls* calls = calls_of(capsule);
     if (calls == nullptr) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     calls->close();

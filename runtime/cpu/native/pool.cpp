@@ -13,14 +13,6 @@ namespace {
 constexpr int kSpinsBeforeYield = 4000;
 constexpr int kSpinsOfWorker = 400;  // some 20 us: operations of one call follow each other within less
 
-inline void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 }  // namespace
 
 Pool::Pool(int threads, const Kernels& kernels) : kernels_(kernels), threads_(*new Threads), owner_(getpid()) {
@@ -73,7 +65,7 @@ bool Pool::run(int count, Work work, void* context) {
     open_ = false;
     for (int spins = 0; at_work_ > 0; spins++) {
         if (spins < kSpinsBeforeYield)
-            pause();
+            spin_pause();
         else
             sched_yield();  // another program has the core that our worker needs
     }
@@ -106,7 +98,7 @@ void Pool::serve(int worker) {
         auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
         for (int spins = 0; job_ == done && std::chrono::steady_clock::now() < until; spins++) {
             if (spins < kSpinsOfWorker)
-                pause();
+                spin_pause();
             else
                 sched_yield();  // where other programs have the other cores, the caller may need this one
         }

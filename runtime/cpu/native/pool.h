@@ -16,6 +16,15 @@
 
 namespace moe_pack {
 
+// Between two looks at a value that another thread changes.
+inline void spin_pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 class Pool {
   public:
     // `threads` at work on a job, the caller's among them.

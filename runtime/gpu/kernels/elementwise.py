@@ -193,6 +193,25 @@ def _hand_over(
         tl.store(experts_there_ptr + place, tl.load(experts_ptr + place, mask=c < K), mask=c < K)
 
 
+def ask(flag: Tensor, number: int) -> None:
+    """Calls the CPU and waits, as `devices.Ask`: a program that takes a warp of one multiprocessor.
+
+    For drivers without such an operation.
+    """
+    _ask[(1,)](flag, number, num_warps=1, enable_fp_fusion=True)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _ask(flag_ptr, number):
+    tl.atomic_xchg(flag_ptr, number, sem="release", scope="sys")
+    tl.debug_barrier()
+    # Only reads: over PCIe an atomic operation of the GPU on host memory could undo what the CPU writes meanwhile. What
+    # the CPU has written before is read by later kernels, which start after this one's end.
+    waited_for = tl.load(flag_ptr, volatile=True)
+    while waited_for != 0:
+        waited_for = tl.load(flag_ptr, volatile=True)
+
+
 def count_tokens(x: Tensor) -> int:
     """Returns the number of tokens that x has: T of [T, d], or 1 of [d]."""
     return x.numel() // x.shape[-1]

@@ -18,6 +18,7 @@ from moe_pack import formats
 from moe_pack.runtime import model, offload
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.gpu import cpu_share, devices, fit, placements
+from moe_pack.runtime.gpu.kernels import elementwise
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.token import decoder
 from moe_pack.runtime.gpu.token import step as token_step
@@ -154,12 +155,12 @@ def _cpu_shares(
     """Returns the CPU's shares of one token and of many; `opened` closes them."""
     if placement.is_whole or inputs.misses == "pull":
         return None, None
-    calls = devices.HostCalls() if inputs.device.type == "cuda" else None
+    ask = None if inputs.device.type != "cuda" else devices.driver_ask() or elementwise.ask
     if inputs.tier is not None:
-        return opened.enter_context(closing(cpu_share.TierShare(inputs.tier, exchange, calls))), None
+        return opened.enter_context(closing(cpu_share.TierShare(inputs.tier, exchange, ask))), None
     assert inputs.host is not None and inputs.kernels is not None, "they compute the CPU's share"
     given = (inputs.pack, inputs.host, inputs.kernels)
-    share = opened.enter_context(closing(cpu_share.PoolShare(*given, exchange, calls)))
+    share = opened.enter_context(closing(cpu_share.PoolShare(*given, exchange, ask)))
     if inputs.rates is None:
         return share, None
     return share, opened.enter_context(closing(cpu_share.PromptShare(*given, inputs.rates)))

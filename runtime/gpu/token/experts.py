@@ -219,8 +219,7 @@ class SplitExperts(_IncompleteExperts):
         elementwise.hand_over(given, weights, self._experts, there.x, there.weights, there.experts)
         own_pulled = self._queues.mark()
         with self._queues.forked("cpu"):
-            for number in range(self._num_rows):
-                self._share.launch(turn, self._layer_idx, number)
+            self._share.launch(turn, self._layer_idx, self._num_rows)
         pulled, own_pulled = self._pull_share(x, own_pulled)
         then(own_pulled)
         neurons(x, self._experts, self._tables, self._running, self._partials, "here")

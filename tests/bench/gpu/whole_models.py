@@ -18,6 +18,7 @@ import torch
 from support.models import BOOK
 from torch import Tensor
 
+from gpu.calls import measure_calls
 from gpu.engines import (
     EngineBench,
     EngineRequest,
@@ -108,7 +109,8 @@ class _Reference:
 
 
 def demo(results: Results, clock: Clock) -> None:
-    """Runs packs at sparsity 0 and 0.8, then a tiny gpt-oss."""
+    """Times calls of the CPU; runs packs at sparsity 0 and 0.8, then a tiny gpt-oss."""
+    results.section("calls of the CPU", partial(measure_calls, results, clock))
     remove_packs(clock.is_rehearsal, ("demo-0", "demo-0.8"))
     for sparsity in (0.8,) if clock.is_rehearsal else (0.8, 0.0):
         results.section(f"sparsity {sparsity}", partial(_at_sparsity, results, clock, sparsity))

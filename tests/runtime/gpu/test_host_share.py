@@ -1,6 +1,5 @@
 """The host's share of a GPU's experts: sums of any lists of neurons, and faults of what a GPU writes."""
 
-import ctypes
 import os
 import threading
 import time
@@ -48,13 +47,13 @@ SHAPES = (  # of the experts of each layer, in formats and widths of their own
 def buffers(num_layers: int, k: int) -> HostShareBuffers:
     """Buffers in which nothing is asked for, with an output that somebody wrote before."""
     return HostShareBuffers(
-        x=random_tokens(1, D)[0],
-        weights=torch.tensor(WEIGHTS[:k]),
-        experts=torch.zeros(k, dtype=torch.int32),
+        x=random_tokens(1, D),
+        weights=torch.tensor([WEIGHTS[:k]]),
+        experts=torch.zeros(1, k, dtype=torch.int32),
         counts=torch.zeros(num_layers, k, dtype=torch.int32),
         neurons=torch.zeros(num_layers, k, F, dtype=torch.int32),
-        a=torch.full((k, F), float("nan")),
-        y=torch.full((D,), float("nan")),
+        a=torch.full((1, k, F), float("nan")),
+        y=torch.full((1, D), float("nan")),
     )
 
 
@@ -112,7 +111,7 @@ def ask(
     lists: Sequence[Tensor | int],
 ) -> None:
     """Asks for a list of neurons, or a whole expert, at each place of a token, as a GPU does."""
-    shared.experts.copy_(torch.tensor(experts))
+    shared.experts.copy_(torch.tensor([experts]))
     for place_idx, (expert_idx, wanted) in enumerate(zip(experts, lists, strict=True)):
         if isinstance(wanted, int):
             shared.counts[layer_idx, place_idx] = wanted
@@ -121,7 +120,7 @@ def ask(
         shared.counts[layer_idx, place_idx] = len(wanted)
         shared.neurons[layer_idx, place_idx, : len(wanted)] = wanted
         if one.expert.shape.selector != "none":
-            shared.a[place_idx, : len(wanted)] = one.values.of(one.expert.shape.selector)[0, wanted]
+            shared.a[0, place_idx, : len(wanted)] = one.values.of(one.expert.shape.selector)[0, wanted]
 
 
 def expected_sum(layer: list[Computed], experts: Sequence[int], lists: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
@@ -151,7 +150,7 @@ def test_whole_experts_are_those_of_the_kernels(kernels: Kernels) -> None:
                     ask(shared, layer_idx, layer, experts, [WHOLE] * 3)
                     share.run(layer_idx)
                     y, errors = expected_sum(layer, experts, [WHOLE] * 3)
-                    assert_near(shared.y, y, errors)
+                    assert_near(shared.y[0], y, errors)
                     ask(shared, layer_idx, layer, (0, 0, 1), [WHOLE, 0, WHOLE])
                     share.run(layer_idx)
                     token, (first, _, third) = np.zeros(1, np.int64), WEIGHTS
@@ -159,7 +158,7 @@ def test_whole_experts_are_those_of_the_kernels(kernels: Kernels) -> None:
                         (one.rows, token, np.array([weight], np.float32))
                         for one, weight in ((layer[0], first), (layer[1], third))
                     ]
-                    assert torch.equal(shared.y, kernels.experts(shared.x[None], works)[0])
+                    assert torch.equal(shared.y, kernels.experts(shared.x, works))
                 share.check()
 
 
@@ -182,10 +181,10 @@ def test_lists_give_the_sum_of_their_neurons(kernels: Kernels) -> None:
                         ask(shared, layer_idx, layer, experts, lists)
                         share.run(layer_idx)
                         with case(layer_idx, num_first, part):
-                            assert_near(shared.y, *expected_sum(layer, experts, lists))
+                            assert_near(shared.y[0], *expected_sum(layer, experts, lists))
                         halves.append(shared.y.clone())
                     whole, errors = expected_sum(layer, experts, [WHOLE] * 3)
-                    assert_near(halves[0] + halves[1], whole, errors)
+                    assert_near(halves[0][0] + halves[1][0], whole, errors)
             share.check()
 
 
@@ -196,7 +195,7 @@ def test_a_list_and_a_whole_expert_may_be_asked_for_together(kernels: Kernels) -
         ask(shared, 0, layer, (3, 1, 0), lists)
         share.run(0)
     wanted = [lists[0], torch.arange(0), WHOLE]
-    assert_near(shared.y, *expected_sum(layer, (3, 1, 0), wanted))
+    assert_near(shared.y[0], *expected_sum(layer, (3, 1, 0), wanted))
 
 
 def test_activations_are_those_that_the_gpu_gives(kernels: Kernels) -> None:
@@ -237,13 +236,7 @@ def test_what_was_computed_is_counted(kernels: Kernels) -> None:
     assert counts.busy_ns > 0
 
 
-def call(share: HostShare, layer_idx: int) -> None:
-    """Calls the C function by its address, as CUDA does."""
-    function_address, argument_address = share.function(layer_idx)
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function_address)(argument_address)
-
-
-def test_another_thread_calls_it_by_its_address(kernels: Kernels) -> None:
+def test_other_threads_compute_it(kernels: Kernels) -> None:
     """Threads that never met the kernels, after these have fallen asleep; several at once."""
     layers, shared = layers_of("up", 0.3), buffers(2, 3)
     with closing(open_share(kernels, layers, shared)) as share:
@@ -254,7 +247,7 @@ def test_another_thread_calls_it_by_its_address(kernels: Kernels) -> None:
             for num_threads in (1, 4):
                 shared.y.fill_(float("nan"))
                 time.sleep(0.005)
-                threads = [threading.Thread(target=call, args=(share, layer_idx)) for _ in range(num_threads)]
+                threads = [threading.Thread(target=share.run, args=(layer_idx,)) for _ in range(num_threads)]
                 for thread in threads:
                     thread.start()
                 for thread in threads:
@@ -263,10 +256,48 @@ def test_another_thread_calls_it_by_its_address(kernels: Kernels) -> None:
         share.check()
 
 
+def test_several_tokens_have_places_of_their_own(kernels: Kernels) -> None:
+    """Two tokens with two turns of two layers: each has the bits that it has alone, in its row and nowhere else."""
+    layers, alone = layers_of("up", 0.5), buffers(2, 3)
+    several = HostShareBuffers(
+        x=torch.cat([random_tokens(1, D), -random_tokens(1, D)]),
+        weights=torch.tensor([WEIGHTS, WEIGHTS[::-1]]),
+        experts=torch.zeros(2, 3, dtype=torch.int32),
+        counts=torch.zeros(8, 3, dtype=torch.int32),
+        neurons=torch.zeros(8, 3, F, dtype=torch.int32),
+        a=torch.zeros(2, 3, F),
+        y=torch.zeros(2, D),
+    )
+    with closing(open_share(kernels, layers, alone)) as one, closing(open_share(kernels, layers, several)) as both:
+        for token, turn, layer_idx in ((1, 1, 0), (0, 1, 1), (1, 0, 1)):
+            at = 4 * token + 2 * turn + layer_idx
+            layer, experts = layers[layer_idx], (2, token, 3)
+            lists = [layer[2].neurons()[token::2], WHOLE, layer[3].neurons()[:5]]
+            ask(alone, layer_idx, layer, experts, lists)
+            alone.x.copy_(several.x[token])
+            alone.weights.copy_(several.weights[token])
+            one.run(layer_idx)
+            for name, row in (("experts", token), ("a", token), ("counts", at), ("neurons", at)):
+                source = getattr(alone, name)
+                getattr(several, name)[row] = source[layer_idx if row == at and name in ("counts", "neurons") else 0]
+            several.y.fill_(7)
+            both.run(at)
+            with case(token, turn, layer_idx):
+                assert alone.y.any() and torch.equal(several.y[token], alone.y[0])
+                assert (several.y[1 - token] == 7).all()
+        several.experts[1, 0] = 99
+        both.run(7)
+        both.check()  # nothing is left at this place
+        several.counts[7, 0] = WHOLE
+        both.run(7)
+        with pytest.raises(RunError, match="MoE layer 1, expert 0 of the token"):
+            both.check()
+
+
 HOSTILE: dict[str, tuple[str, tuple[int, ...], int, str]] = {
-    "no such expert": ("experts", (1,), 4, "expert that does not exist"),
-    "a negative expert": ("experts", (1,), -1, "expert that does not exist"),
-    "the smallest expert": ("experts", (1,), -(2**31), "expert that does not exist"),
+    "no such expert": ("experts", (0, 1), 4, "expert that does not exist"),
+    "a negative expert": ("experts", (0, 1), -1, "expert that does not exist"),
+    "the smallest expert": ("experts", (0, 1), -(2**31), "expert that does not exist"),
     "too many neurons": ("counts", (1, 1), 71, "number of neurons that the expert does not have"),
     "more than a list holds": ("counts", (1, 1), 2**31 - 1, "number of neurons that the expert does not have"),
     "a negative count": ("counts", (1, 1), WHOLE - 1, "number of neurons that the expert does not have"),
@@ -306,7 +337,7 @@ def test_the_first_fault_is_told(kernels: Kernels) -> None:
     layers, shared = layers_of("up", 0.0), buffers(2, 3)
     with closing(open_share(kernels, layers, shared)) as share:
         shared.counts.fill_(WHOLE)
-        shared.experts[2] = 99
+        shared.experts[0, 2] = 99
         share.run(1)
         share.run(0)
         with pytest.raises(RunError, match="MoE layer 1, expert 2 of the token"):
@@ -348,12 +379,12 @@ def test_rows_of_a_cut_file(kernels: Kernels, tmp_path: Path) -> None:
 def test_wrong_buffers_are_refused() -> None:
     right = buffers(2, 3)
     wrong: dict[str, Any] = {
-        "x": torch.zeros(D + 1),
-        "weights": torch.zeros(3, dtype=torch.float64),
-        "experts": torch.zeros(3, dtype=torch.int64),
+        "x": torch.zeros(1, D, dtype=torch.float64),
+        "weights": torch.zeros(1, 3, dtype=torch.float64),
+        "experts": torch.zeros(1, 3, dtype=torch.int64),
         "counts": torch.zeros(3, 2, dtype=torch.int32).T,
         "neurons": torch.zeros(2, 3, F - 1, dtype=torch.int32),
-        "a": torch.zeros(2, F),
+        "a": torch.zeros(1, 2, F),
         "y": torch.zeros(D, 1),
     }
     for name, tensor in wrong.items():
@@ -374,8 +405,9 @@ def test_experts_that_do_not_fit_the_buffers_are_refused(kernels: Kernels) -> No
     for message, rows in others.items():
         with case(message), pytest.raises(ValueError, match=message):
             HostShare(kernels, [[fitting], [rows]], shared)
-    with pytest.raises(ValueError, match="counts: 6 values, expected 3"):
-        HostShare(kernels, [[fitting]], shared)
+    for num_layers in (3, 4):
+        with pytest.raises(ValueError, match="counts: sizes out of range"):
+            HostShare(kernels, [[fitting]] * num_layers, shared)
 
 
 def test_a_share_keeps_what_it_needs(kernels: Kernels) -> None:

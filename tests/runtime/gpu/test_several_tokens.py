@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.gpu import placements
+from moe_pack.runtime.gpu import devices, placements
 from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, PoolShare, TierShare
+from moe_pack.runtime.gpu.kernels import elementwise
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.tables import MISSING
 from moe_pack.runtime.gpu.token.engine import GpuEngine
@@ -55,16 +56,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def opened_share(folder: Path, run: GpuRun, engine: GpuEngine, exchange: Exchange) -> Iterator[CpuShare | None]:
+def opened_share(
+    folder: Path, run: GpuRun, engine: GpuEngine, exchange: Exchange, given: devices.Ask | None
+) -> Iterator[CpuShare | None]:
     with ExitStack() as stack:
         opened, kernels = stack.enter_context(Pack(folder)), kernels_limited_to("portable")
         if run.misses == "disk":
             tier = MappedPackWeights(opened, NativeOperations(kernels))
-            yield stack.enter_context(closing(TierShare(tier, exchange, None)))
+            yield stack.enter_context(closing(TierShare(tier, exchange, given)))
         elif run.misses == "split" and not engine.memory.placement.is_whole:
             host = engine.decoder._inputs.host
             assert host is not None
-            yield stack.enter_context(closing(PoolShare(opened, host, kernels, exchange, None)))
+            yield stack.enter_context(closing(PoolShare(opened, host, kernels, exchange, given)))
         else:
             yield None
 
@@ -75,15 +78,19 @@ def sums(folder: Path, run: GpuRun, engine: GpuEngine, x: Tensor, routes: Tensor
 
 
 def run_tokens(
-    folder: Path, run: GpuRun, engine: GpuEngine, x: Tensor, routes: Tensor, most_rows: int
-) -> tuple[Tensor, list[int]]:
-    """Returns the sums of `sums`, and how many records of each token were missing."""
+    folder: Path, run: GpuRun, engine: GpuEngine, x: Tensor, routes: Tensor, most_rows: int,
+    given: devices.Ask | None = None,
+) -> tuple[Tensor, list[int]]:  # fmt: skip
+    """Returns the sums of `sums`, and how many records of each token were missing.
+
+    Args:    given: calls the CPU's share; None: it is computed at once.
+    """
     num_rows, step, weights = len(x), engine.decoder._step, torch.tensor([0.7, 0.4])
     there = torch.full((1, most_rows, K), -1, dtype=torch.int32)
     there[0, :num_rows] = routes
     with Pack(folder) as opened:
         exchange = Exchange.allocate(opened, engine.memory.placement, is_locked=False, num_rows=most_rows)
-    with opened_share(folder, run, engine, exchange) as share:
+    with opened_share(folder, run, engine, exchange, given) as share:
         inputs: Any = SimpleNamespace(
             queues=step.inputs.queues, share=share, exchange=exchange, pulled_share=run.pulled_share,
             whole_records=step.inputs.whole_records, by_expert=run.by_expert,
@@ -125,6 +132,21 @@ def test_a_token_among_others_has_the_sum_that_it_has_alone(name: str, folder: P
                         assert torch.equal(together[row], alone), row
                     else:
                         assert (together[row] - alone).abs().max() < 1e-6, row
+
+
+@pytest.mark.parametrize("misses", ["split", "disk"])
+def test_calls_through_a_flag_give_the_same_bits(misses: Literal["split", "disk"], folder: Path) -> None:
+    """The kernel that calls waits for the thread that computes, as on a GPU."""
+    run, draw = GpuRun(0.4, misses=misses, pulled_share=0.0, num_rows=3), torch.Generator().manual_seed(2)
+    with gpu_engine(folder, run) as engine, torch.inference_mode():
+        x = 0.3 * torch.randn(3, engine.weights.spec.hidden_size, generator=draw)
+        for num_rows in (3, 1, 2):
+            those, routes = x[:num_rows], ROUTES["some"][:num_rows]
+            at_once, called = (
+                run_tokens(folder, run, engine, those, routes, 3, given)[0] for given in (None, elementwise.ask)
+            )
+            with case(num_rows):
+                assert at_once.any() and torch.equal(called, at_once)
 
 
 @pytest.mark.parametrize("kept_share", [0.9, 0.3])
