@@ -7,7 +7,7 @@ Importing this needs Triton.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
@@ -64,49 +64,157 @@ def build_on_gpu(
     setup = replace(setup, sequences=replace(setup.sequences, draft_bytes=draft_bytes))
     run = open_gpu(setup, device)
     with ExitStack() as stack:
-        own = build_engine(setup, run, host, choice.is_drafting(options), stack)
-        facts = built.Facts("gpu", own.facts.use.budget, own.tier, own.facts)
-        computing, engine = built.Computing(model.TORCH), own.facts.engine
-        opened = choice.open(setup, engine.decoder, engine.weights, own.num_rows)
-        return built.Built(
-            setup, computing, engine.weights, engine.decoder, opened, choice.why_not, facts, stack.pop_all()
+        part = GpuPart(setup, run, host, choice.is_drafting(options), stack)
+
+        def assemble() -> built.Built:
+            facts = built.Facts("gpu", part.facts.use.budget, part.tier, part.facts)
+            return built_of(setup, choice, part, facts)
+
+        live = LiveGpus([part], assemble)
+        stack.callback(live.release)
+        return replace(live.take(), opened=stack.pop_all())
+
+
+def built_of(setup: built.Setup, choice: DraftChoice, last: GpuPart, facts: built.Facts) -> built.Built:
+    """Returns what runs, with new drafts; `last` has the last layers."""
+    engine = last.facts.engine
+    opened = choice.open(setup, engine.decoder, engine.weights, last.num_rows)
+    computing = built.Computing(model.TORCH)
+    return built.Built(setup, computing, engine.weights, engine.decoder, opened, choice.why_not, facts, ExitStack())
+
+
+class GpuPart:
+    """A GPU's engine, whose memory is taken for a budget, given back and taken again.
+
+    Experts in host memory, kernels and the CPU's own engine stay. So do measurements: an engine with passes of the same
+    length needs no new ones.
+    Args:    host: as of `build_on_gpu`.   drafts: as of `choose_inputs`.   stack: closes what is in host memory.
+    Raises:  RunError if an option cannot be followed.
+    """
+
+    def __init__(
+        self, setup: built.Setup, run: GpuRun, host: devices.HostArena | None, drafts: bool, stack: ExitStack
+    ) -> None:
+        self._setup, self._run = setup, run
+        self._sharing = _share(setup, run, _host_memory(setup, run, host, stack), stack)
+        self._inputs, self._preset = choose_inputs(setup, run, self._sharing, drafts=drafts)
+        self.tier, self.num_rows = self._sharing.tier, self._inputs.num_rows
+        self._asked_bytes = run.request.budget_bytes  # None: all free memory
+        self._first_bytes: int | None = None  # the budget of the first engine
+        self.facts: built.GpuFacts  # since the first `take`
+        self._known, self._tuned = gpu_engine.Measurements(), dict[int, float]()  # shares, by budgets
+        self._taken = ExitStack()
+
+    def take(self, budget_bytes: int | None) -> None:
+        """Builds the engine within a budget; None: that of the last one.
+
+        Raises:  BudgetTooSmall; RunError if the GPU has too little free memory. Then none is taken.
+        """
+        asked_bytes = budget_bytes or self._asked_bytes
+        with devices.on_device(self._run.device):
+            try:
+                engine, use = self._fit(self._allowed(asked_bytes))
+            except torch.OutOfMemoryError as fault:
+                fault.__traceback__ = None  # its frames refer to what was allocated
+                gpu_engine.free_unused_memory()
+                raise formats.RunError(f"budget: the GPU has too little free memory ({fault}); give less") from None
+            self._taken.enter_context(closing(engine))
+            share = engine.tune(self._tuned.get(use.budget))
+        if share is not None:
+            self._tuned[use.budget] = share
+        setup, sharing, is_first = self._setup, self._sharing, self._first_bytes is None
+        self._asked_bytes, self._first_bytes = asked_bytes, self._first_bytes or use.budget
+        runs_predicted = self._preset.prediction != "none" and setup.options.approximations.runs_predicted
+        if is_first and runs_predicted and not use.dynamic:
+            setup.fall_back("--trust-experts changes nothing: all experts are in GPU memory")
+        misses = ("auto" if sharing.pulled_share else "cpu") if sharing.misses == "split" else sharing.misses
+        locked_bytes = 0 if sharing.host is None else sharing.host.locked_bytes
+        self.facts = built.GpuFacts(engine, self._run.memory, use, self._preset, misses, locked_bytes)
+
+    def release(self) -> None:
+        """Closes the engine, if there is one."""
+        with devices.on_device(self._run.device):
+            self._taken.close()
+            gpu_engine.free_unused_memory()
+
+    def used_bytes(self) -> int:
+        """Returns the GPU's memory that this process uses."""
+        return self._run.memory.used_bytes()
+
+    def _allowed(self, asked_bytes: int | None) -> int | None:
+        """Returns the budget that is asked for, or as usual all free memory, now no more than at first.
+
+        None: `_fit` finds it out, before the first engine.
+        Raises:  RunError if others use too much of the memory.
+        """
+        if self._first_bytes is None:
+            return asked_bytes
+        most = self._run.memory.used_bytes() + self._run.memory.free_bytes()
+        if asked_bytes is None:
+            return max(1, min(self._first_bytes, fit.usual_budget(most)))
+        if asked_bytes > most:
+            raise formats.RunError(
+                f"budget: {formats.size_text(asked_bytes)} is more than the {formats.size_text(most)} that this "
+                "process can have of the GPU's memory now; give less, or wait until others need less"
+            )
+        return asked_bytes
+
+    def _fit(self, budget_bytes: int | None) -> tuple[gpu_engine.GpuEngine, fit.GpuMemoryUse]:
+        setup, run = self._setup, self._run
+        most_bytes = budget_bytes or run.memory.free_bytes()
+        offset_bytes = placements.offset_bytes_for(setup.pack.layout, most_bytes)
+        if offset_bytes != self._inputs.offset_bytes:
+            self._inputs, self._known = replace(self._inputs, offset_bytes=offset_bytes), gpu_engine.Measurements()
+        inputs, request = self._inputs, replace(run.request, budget_bytes=budget_bytes)
+
+        def build(expert_bytes: int, chunk_tokens: int) -> gpu_engine.GpuEngine:
+            return gpu_engine.GpuEngine(inputs, expert_bytes, setup.context_tokens, chunk_tokens, request.cache_dtype)
+
+        def compile_kernels(launch_all: Callable[[], None]) -> None:
+            with ahead.collected_launches() as jobs:
+                launch_all()
+            ahead.compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
+
+        return gpu_engine.fit_to_gpu(
+            setup.pack, run.device, run.memory, request, inputs.least_bytes, build, compile_kernels, self._known
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """The engine of a GPU, which a stack closes."""
+class LiveGpus:
+    """The GPUs of an engine, whose memory is given back and taken again.
 
-    facts: built.GpuFacts
-    tier: built.OffloadFacts | None  # the CPU's own engine, if it has the experts that GPU memory lacks
-    num_rows: int  # the most tokens of a graph
+    Args:    parts: one for each GPU.   assemble: returns what runs on them; its `opened` owns nothing.
+    """
 
+    def __init__(self, parts: Sequence[GpuPart], assemble: Callable[[], built.Built]) -> None:
+        self._parts, self._assemble = tuple(parts), assemble
 
-def build_engine(
-    setup: built.Setup, run: GpuRun, host: devices.HostArena | None, drafts: bool, stack: ExitStack
-) -> BuiltEngine:
-    """Builds an engine that the stack closes; arguments and errors are those of `build_on_gpu` and `choose_inputs`."""
-    sharing = _share(setup, run, _host_memory(setup, run, host, stack), stack)
-    inputs, preset = choose_inputs(setup, run, sharing, drafts=drafts)
+    def take(self, budget_bytes: int | None = None) -> built.Built:
+        """Takes memory on all GPUs, within the budgets that they had.
 
-    def build(expert_bytes: int, chunk_tokens: int) -> gpu_engine.GpuEngine:
-        return gpu_engine.GpuEngine(inputs, expert_bytes, setup.context_tokens, chunk_tokens, run.request.cache_dtype)
+        Args:    budget_bytes: another budget, if there is one GPU.
+        Raises:  as `GpuPart.take`; then none is taken.
+        """
+        if budget_bytes is not None and len(self._parts) > 1:
+            raise formats.RunError(
+                "budget: it cannot be changed for several GPUs, whose layers it divides; start again"
+            )
+        with ExitStack() as undo:
+            undo.callback(self.release)
+            for part in self._parts:
+                part.take(budget_bytes)
+            found = replace(self._assemble(), live=self)
+            undo.pop_all()
+        return found
 
-    def compile_kernels(launch_all: Callable[[], None]) -> None:
-        with ahead.collected_launches() as jobs:
-            launch_all()
-        ahead.compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
+    def release(self) -> None:
+        """Gives memory back, down to the drivers' contexts and the kernels that they have loaded."""
+        for part in self._parts:
+            part.release()
 
-    engine, use = gpu_engine.fit_to_gpu(
-        setup.pack, run.device, run.memory, run.request, inputs.least_bytes, build, compile_kernels
-    )
-    stack.enter_context(closing(engine))
-    if preset.prediction != "none" and setup.options.approximations.runs_predicted and not use.dynamic:
-        setup.fall_back("--trust-experts changes nothing: all experts are in GPU memory")
-    misses = ("auto" if sharing.pulled_share else "cpu") if sharing.misses == "split" else sharing.misses
-    locked_bytes = 0 if sharing.host is None else sharing.host.locked_bytes
-    gpu = built.GpuFacts(engine, run.memory, use, preset, misses, locked_bytes)
-    return BuiltEngine(gpu, sharing.tier, inputs.num_rows)
+    def used_bytes(self) -> int:
+        """Returns the memory of all GPUs that this process uses."""
+        return sum(part.used_bytes() for part in self._parts)
 
 
 def open_gpu(setup: built.Setup, device: torch.device, memory: devices.GpuMemory | None = None) -> GpuRun:

@@ -34,6 +34,7 @@ class PlainMemoryOfAGpu:
     """Replaces the builder's view of the GPU: plain memory, with space for a share of the experts."""
 
     share = 0.6
+    budget_bytes: int | None = BUDGET  # None: all free memory, which is as much
     inputs: GpuInputs  # of the last engine
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +44,7 @@ class PlainMemoryOfAGpu:
 
     def _open(self, setup: Setup, device: torch.device) -> builder.GpuRun:
         self._memory = PlainMemory()
-        request = GpuRequest(BUDGET, setup.context_tokens, 4, "f32", setup.sequences)
+        request = GpuRequest(self.budget_bytes, setup.context_tokens, 4, "f32", setup.sequences)
         return builder.GpuRun(CPU, self._memory, request, 1 << 30)  # type: ignore[arg-type]  # a double
 
     def _chosen(

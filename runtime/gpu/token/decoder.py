@@ -195,10 +195,17 @@ class GpuDecoder(Decoder):
         self.reset()
 
     @torch.inference_mode()
-    def tune(self) -> None:
-        """Chooses the share of missing records that the link brings, by the duration of tokens."""
+    def tune(self, known: float | None = None) -> float | None:
+        """Sets the share of missing records that the link brings, chosen by the duration of tokens.
+
+        Args:    known: the share that was chosen before; None: tokens run with several.
+        Returns: the share; None if there is nothing to choose.
+        """
         if self._inputs.share is None or not self._inputs.pulled_share or self._inputs.by_expert:
-            return
+            return None
+        if known is not None:
+            self._step.pull(known)
+            return known
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.spec.vocab_size, (_WARMING_TOKENS + _TUNED_TOKENS,), generator=draw).tolist()
 
@@ -215,9 +222,11 @@ class GpuDecoder(Decoder):
                 times.append(time.perf_counter() - started)
             return median(times[_WARMING_TOKENS:])
 
-        self._step.pull(fastest_share(seconds_with, self._inputs.pulled_share))
+        fastest = fastest_share(seconds_with, self._inputs.pulled_share)
+        self._step.pull(fastest)
         self.reset()
         self._counts.clear()
+        return fastest
 
     def _limit_prefetch(self, stream: "torch.cuda.Stream") -> None:
         """Allows as many records to be pulled ahead as the link brings during a layer's other work, measured now."""
