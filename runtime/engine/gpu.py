@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from moe_pack import formats
@@ -21,6 +22,7 @@ from moe_pack.runtime.gpu import ahead, cpu_share, devices, fit, placements
 from moe_pack.runtime.gpu.token import engine as gpu_engine
 from moe_pack.runtime.gpu.token import fused
 from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload.prefetch import methods_by_layer
 
 MOST_ROWS = 8  # tokens of a graph; there is one for each number
@@ -42,7 +44,6 @@ class Sharing:
 
     misses: placements.Misses
     host: devices.HostArena | None  # has the experts that GPU memory lacks
-    tier: built.OffloadFacts | None  # has them if host memory does not: the CPU's own engine, which offloads
     kernels: cpu.Kernels | None  # of the CPU's share; None if it has none, or torch computes it
     rates: cpu_share.Rates | None  # for prompts; None if the CPU computes nothing of them
     pulled_share: float = 0.0  # of a token's missing records, that the link brings
@@ -98,7 +99,9 @@ class GpuPart:
         self._setup, self._run = setup, run
         self._sharing = _share(setup, run, _host_memory(setup, run, host, stack), stack)
         self._inputs, self._preset = choose_inputs(setup, run, self._sharing, drafts=drafts)
-        self.tier, self.num_rows = self._sharing.tier, self._inputs.num_rows
+        self.num_rows = self._inputs.num_rows
+        self.tier: built.OffloadFacts | None = None  # the CPU's own engine, if host memory lacks experts
+        self._tier_stack, self._elsewhere = stack.enter_context(ExitStack()), np.zeros(0, bool)
         self._asked_bytes = run.request.budget_bytes  # None: all free memory
         self._first_bytes: int | None = None  # the budget of the first engine
         self.facts: built.GpuFacts  # since the first `take`
@@ -168,7 +171,11 @@ class GpuPart:
         inputs, request = self._inputs, replace(run.request, budget_bytes=budget_bytes)
 
         def build(expert_bytes: int, chunk_tokens: int) -> gpu_engine.GpuEngine:
-            return gpu_engine.GpuEngine(inputs, expert_bytes, setup.context_tokens, chunk_tokens, request.cache_dtype)
+            own = inputs
+            if inputs.misses == "disk":
+                is_measured = chunk_tokens not in self._known.by_chunk
+                own = replace(inputs, tier=self._open_tier(expert_bytes, is_measured))
+            return gpu_engine.GpuEngine(own, expert_bytes, setup.context_tokens, chunk_tokens, request.cache_dtype)
 
         def compile_kernels(launch_all: Callable[[], None]) -> None:
             with ahead.collected_launches() as jobs:
@@ -178,6 +185,30 @@ class GpuPart:
         return gpu_engine.fit_to_gpu(
             setup.pack, run.device, run.memory, request, inputs.least_bytes, build, compile_kernels, self._known
         )
+
+    def _open_tier(self, expert_bytes: int, is_measured: bool) -> model.ExpertRunner:
+        """Opens the CPU's own engine for the experts that GPU memory lacks, unless it is open for the same ones.
+
+        Args:    is_measured: whether the GPU's engine is measured alone; then experts are used in their mapped files.
+        """
+        setup, kernels = self._setup, self._sharing.kernels
+        operations = model.TORCH if kernels is None else model.NativeOperations(kernels)
+        if is_measured and isinstance(operations, model.NativeOperations):
+            return MappedPackWeights(setup.pack, operations)
+        placement = gpu_engine.placement_of(self._inputs, expert_bytes)
+        is_elsewhere = placement.has_selector & (placement.first_dynamic == placement.num_rows)
+        before = self.tier
+        if before is None or not np.array_equal(is_elsewhere, self._elsewhere):
+            self.tier = None
+            self._tier_stack.close()
+            # The GPU chooses the experts, so nothing is approximated here.
+            sizes = (self._run.ram_bytes, offload.EXACT, self._tier_stack, is_elsewhere)
+            self.tier, self._elsewhere = offloaded.offload_experts(setup, operations, *sizes), is_elsewhere
+            setup.fallbacks[:] = dict.fromkeys(setup.fallbacks)  # it may have noted the same before
+            if before is not None:
+                self.tier.weights.observer = before.weights.observer
+        assert self.tier is not None, "it is open"
+        return self.tier.weights
 
 
 class LiveGpus:
@@ -248,26 +279,23 @@ def _host_memory(
 
 
 def _share(setup: built.Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack) -> Sharing:
-    """Divides missing rows between host memory, link and CPU; the stack closes the kernels and the CPU's own engine."""
+    """Divides missing rows between host memory, link and CPU; the stack closes the kernels."""
     options = setup.options
     kernels = None if options.misses == "pull" else _helping_kernels(setup, stack)
     if host is None:
-        operations = model.TORCH if kernels is None else model.NativeOperations(kernels)
-        # The GPU chooses the experts, so nothing is approximated here.
-        tier = offloaded.offload_experts(setup, operations, run.ram_bytes, offload.EXACT, stack)
-        return Sharing("disk", None, tier, kernels, None)
+        return Sharing("disk", None, kernels, None)
     if kernels is None:
         if not host.is_locked:
             raise formats.RunError(
                 "--misses pull needs all host memory page-locked; raise the limit (ulimit -l), or use --misses cpu"
             )
-        return Sharing("pull", host, None, None, None, link_rate=cpu_share.link_rate(host, run.device))
+        return Sharing("pull", host, None, None, link_rate=cpu_share.link_rate(host, run.device))
     if not host.is_layer_locked(0):
-        return Sharing("split", host, None, kernels, None)
+        return Sharing("split", host, kernels, None)
     rates = cpu_share.Rates.measure(setup.pack, host, kernels, run.device)
     if options.misses != "auto":
-        return Sharing("split", host, None, kernels, None, link_rate=rates.link)
-    return Sharing("split", host, None, kernels, rates, rates.pulled_share, rates.link)
+        return Sharing("split", host, kernels, None, link_rate=rates.link)
+    return Sharing("split", host, kernels, rates, rates.pulled_share, rates.link)
 
 
 def _helping_kernels(setup: built.Setup, stack: ExitStack) -> cpu.Kernels | None:
@@ -312,7 +340,7 @@ def choose_inputs(
         device=run.device,
         misses=sharing.misses,
         host=sharing.host,
-        tier=None if sharing.tier is None else sharing.tier.weights,
+        tier=None,
         kernels=sharing.kernels,
         rates=None if preset.balances else sharing.rates,
         pulled_share=share,

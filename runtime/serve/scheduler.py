@@ -48,7 +48,8 @@ class PromptScores:
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], top: int) -> None:
         self.found: list[sampling.TokenLogprob | None] = [None]  # the first token has nothing before it
         self._decoder, self._prompt_ids, self._top = decoder, prompt_ids, top
-        self._num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
+        num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
+        self._num_rows = min(num_rows, decoder.most_logits or num_rows)
         self._other: kv_cache.Follower | None = None
 
     @contextmanager

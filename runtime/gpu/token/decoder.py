@@ -81,6 +81,8 @@ class GpuDecoder(Decoder):
              sequences or of one.
     """
 
+    most_logits = fit.LOGITS_AT_ONCE
+
     def __init__(
         self,
         weights: GpuWeights,

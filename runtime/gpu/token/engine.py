@@ -81,6 +81,14 @@ class GpuInputs:
         return placements.least_placement(self.pack.layout, self.misses, *sizes).num_bytes
 
 
+def placement_of(inputs: GpuInputs, expert_bytes: int) -> placements.GpuPlacement:
+    """Returns the division of the device's memory for experts. Raises: RunError if too little is left for them."""
+    layout, heat = inputs.pack.layout, placements.usual_heat(inputs.pack.layout, inputs.pack.thresholds)
+    sizes = (inputs.dynamic_share, inputs.has_link, inputs.pulled_share > 0, inputs.num_predicted)
+    given = (inputs.misses, inputs.popularity, heat, *sizes, inputs.offset_bytes, inputs.num_rows)
+    return placements.place_experts(layout, expert_bytes, *given)
+
+
 class GpuEngine:
     """The engine for a pack. Owns its memory, not its inputs: `close` it.
 
@@ -92,12 +100,7 @@ class GpuEngine:
         self, inputs: GpuInputs, expert_bytes: int, context_tokens: int, chunk_tokens: int, cache_dtype: KvDtype = "f32"
     ) -> None:
         pack, device = inputs.pack, inputs.device
-        heat = placements.usual_heat(pack.layout, pack.thresholds)
-        sizes = (inputs.dynamic_share, inputs.has_link, inputs.pulled_share > 0, inputs.num_predicted)
-        placement = placements.place_experts(
-            pack.layout, expert_bytes, inputs.misses, inputs.popularity, heat, *sizes, inputs.offset_bytes,
-            inputs.num_rows,
-        )  # fmt: skip
+        heat, placement = placements.usual_heat(pack.layout, pack.thresholds), placement_of(inputs, expert_bytes)
         queues = devices.Queues(device)
         with ExitStack() as opened:
             self.memory = opened.enter_context(closing(ExpertMemory(pack, placement, inputs.host, device)))
