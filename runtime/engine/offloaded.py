@@ -78,14 +78,7 @@ def offload_experts(
     facts = replace(cache_facts(pack, plan, routing, has_selector), is_elsewhere=is_elsewhere)
     preset = _preset(setup, facts, routing, rows_below)
     trace = stack.enter_context(offload.Trace(options.trace)) if options.trace else None
-    recorder = None
-    if options.record is not None:
-        offload.check_writable(options.record)
-        root, context = pack.manifest.root, setup.context_tokens
-        recorder = offload.Recorder(facts, root, preset.name, budget_bytes, context, keeps_scores=True)
-        expert_cache = offload.recorded_expert_cache_for(preset, facts, recorder)
-    else:
-        expert_cache = offload.expert_cache_for(preset, facts)
+    expert_cache, recorder = _expert_cache(setup, facts, preset, budget_bytes)
     is_direct = reads_directly(setup, disk)
     store = offload.ExpertStore(
         pack,
@@ -112,6 +105,18 @@ def offload_experts(
     stack.enter_context(closing(weights))
     weights.prefetcher = prefetcher_for(setup, preset, weights, routing)
     return built.OffloadFacts(plan, preset, weights, is_direct)
+
+
+def _expert_cache(
+    setup: built.Setup, facts: offload.CacheFacts, preset: offload.Preset, budget_bytes: int
+) -> tuple[offload.ExpertCache, offload.Recorder | None]:
+    """Returns the cache of a preset, and the recorder of its decisions if the options ask for one."""
+    if setup.options.record is None:
+        return offload.expert_cache_for(preset, facts), None
+    offload.check_writable(setup.options.record)
+    root, context = setup.pack.manifest.root, setup.context_tokens
+    recorder = offload.Recorder(facts, root, preset.name, budget_bytes, context, keeps_scores=True)
+    return offload.recorded_expert_cache_for(preset, facts, recorder), recorder
 
 
 # ---- policies -------------------------------------------------------------------------------------------------------
