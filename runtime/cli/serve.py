@@ -146,6 +146,17 @@ class ServeCommand:
             help="Refuse requests with larger bodies.",
         ),
     )
+    idle_release: int | None = field(
+        default=None,
+        metadata=formats.option(
+            "--idle-release",
+            least=1,
+            most=7 * 24 * 60,
+            metavar="MINUTES",
+            help="Give the GPU's memory back after so long without a request; the next one takes it again and waits "
+            "for that.  [default: never]",
+        ),
+    )
     drain: int = field(
         default=5,
         metadata=formats.option(
@@ -304,6 +315,7 @@ class _Server:
         from moe_pack.runtime.cli.main import asked_context, open_engine
         from moe_pack.runtime.model import Decoder
         from moe_pack.runtime.serve.http.live import engine_router, live_counts
+        from moe_pack.runtime.serve.memory import EngineMemory
         from moe_pack.runtime.serve.scheduler import BatchScheduler
         from moe_pack.runtime.serve.sessions import SessionOwner, SessionStore
 
@@ -314,6 +326,8 @@ class _Server:
         text = runtime.Text(pack)
         context = asked_context(pack, options.context)
         on_device, device_line = self._on_device(pack, context)
+        if options.idle_release is not None and on_device.device != "cuda":
+            raise formats.RunError("--idle-release is about a GPU's memory, and the model runs on the CPU; remove it")
         sequences = self._sequences(pack, context, on_device)
         sessions = None  # a wrong folder is refused before the engine takes its time
         if options.sessions is not None:
@@ -329,8 +343,10 @@ class _Server:
             _say(device_line)
         for fallback in engine.fallbacks:
             _warn(f"fallback: {fallback}")
+        idle_s = None if options.idle_release is None else 60.0 * options.idle_release
+        memory = EngineMemory(engine, idle_s) if engine.is_live else None
         scheduler = opened.enter_context(
-            closing(BatchScheduler(engine.decoder, text, options.queue, sessions, engine.drafts))
+            closing(BatchScheduler(engine.decoder, text, options.queue, sessions, engine.drafts, memory))
         )
         sampling = options.sampling.over(usual_sampling(pack))
         service = _service_of(pack, text, scheduler, options, sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from moe_pack import formats
 from moe_pack.runtime import drafts, model, offload
@@ -86,6 +86,19 @@ class Facts:
     other_gpus: tuple[GpuFacts, ...] = ()  # in torch's order
 
 
+class LiveMemory(Protocol):
+    """Memory of an engine that is given back and taken again."""
+
+    def take(self, budget_bytes: int | None = None) -> Built:
+        """Takes memory within the budget that it had, or within another one; returns what runs in it."""
+
+    def release(self) -> None:
+        """Gives the memory back; nothing else may refer to what runs in it."""
+
+    def used_bytes(self) -> int:
+        """Returns the bytes that this process uses now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
     """An engine that is ready to run. It owns everything but the setup's pack."""
@@ -98,3 +111,4 @@ class Built:
     why_no_drafts: str | None  # None also if the options say it
     facts: Facts
     opened: ExitStack
+    live: LiveMemory | None = None  # of GPUs; None on the CPU

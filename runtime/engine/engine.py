@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,8 @@ from moe_pack.runtime.engine.drafting import choose_drafts
 from moe_pack.runtime.engine.options import EngineOptions
 
 if TYPE_CHECKING:
+    from moe_pack.runtime.drafts import Drafts
     from moe_pack.runtime.gpu.devices import HostArena
-    from moe_pack.runtime.model.caches import KvDtype
 
 
 class Engine:
@@ -67,9 +68,11 @@ class Engine:
             stack.push(built.opened)
             self._stack = stack.pop_all()
         self.pack, self.options = pack, options  # with a device in place of `auto`
-        self.built, self.facts, self.fallbacks = built, built.facts, setup.fallbacks
-        self.decoder, self.weights, self.operations = built.decoder, built.weights, built.computing.operations
-        self.numerics, self.drafts, self.why_no_drafts = built.computing.numerics, built.drafts, built.why_no_drafts
+        self._built: Built | None = built  # None while its memory is given back
+        self._reading = Lock()  # of what runs, by another thread
+        self._live, self.facts, self.fallbacks = built.live, built.facts, setup.fallbacks
+        self.operations, self.kv_dtype = built.computing.operations, built.setup.kv_dtype
+        self.numerics, self.why_no_drafts = built.computing.numerics, built.why_no_drafts
 
     def __enter__(self) -> Engine:
         return self
@@ -92,6 +95,27 @@ class Engine:
         self._stack.close()
 
     @property
+    def built(self) -> Built:
+        """The parts that run."""
+        assert self._built is not None, "its memory was not given back"
+        return self._built
+
+    @property
+    def decoder(self) -> model.Decoder | model.EncoderDecoder:
+        """The model that runs."""
+        return self.built.decoder
+
+    @property
+    def weights(self) -> model.PackWeights:
+        """The weights of the decoder."""
+        return self.built.weights
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """The drafts; None if there are none."""
+        return self.built.drafts
+
+    @property
     def plan(self) -> offload.BudgetPlan | None:
         """The division of the budget of host memory; None unless experts are read from the disk within one."""
         return None if self.facts.offload is None else self.facts.offload.plan
@@ -101,10 +125,47 @@ class Engine:
         """The weights that are offloaded to the disk; None if none are."""
         return None if self.facts.offload is None else self.facts.offload.weights
 
+    def bytes_read(self) -> int:
+        """Returns the bytes of experts that have run, since the memory was taken; any thread may call it."""
+        with self._reading:
+            return 0 if self._built is None else self._built.weights.bytes_read
+
+    # ---- memory that is given back ----------------------------------------------------------------------------------
+
     @property
-    def kv_dtype(self) -> KvDtype:
-        """How keys and values are stored."""
-        return self.built.setup.kv_dtype
+    def is_live(self) -> bool:
+        """Whether memory can be given back and taken again: that of GPUs."""
+        return self._live is not None
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the memory is given back; then there are no decoder, weights and drafts."""
+        return self._built is None
+
+    def release(self) -> None:
+        """Gives the GPUs' memory back, down to the drivers' contexts and loaded kernels; host memory stays.
+
+        Nothing else may refer to the decoder, the weights or the drafts.
+        """
+        assert self._live is not None, "it is live"
+        with self._reading:
+            self._built = None
+        self._live.release()
+
+    def take(self, budget_bytes: int | None = None) -> None:
+        """Takes the memory again; prompts that were computed are forgotten.
+
+        Args:    budget_bytes: of the GPU; None: as before.
+        Raises:  BudgetTooSmall; RunError if there is too little free memory. Then the memory stays given back.
+        """
+        assert self._live is not None and self._built is None, "it is live, and was given back"
+        built = self._live.take(budget_bytes)
+        self._built, self.facts = built, built.facts
+
+    def used_bytes(self) -> int:
+        """Returns the memory of the GPUs that this process uses."""
+        assert self._live is not None, "it is live"
+        return self._live.used_bytes()
 
 
 def _build(setup: Setup, devices: Sequence[torch.device], host: HostArena | None, stack: ExitStack) -> Built:

@@ -53,8 +53,12 @@ def offload_experts(
     budget_bytes: int,
     approximations: offload.Approximations,
     stack: ExitStack,
+    is_elsewhere: NDArray[np.bool_] | None = None,
 ) -> built.OffloadFacts:
-    """Builds what keeps experts within a budget of host memory and reads the others; the stack closes it."""
+    """Builds what keeps experts within a budget of host memory and reads the others; the stack closes it.
+
+    Args:    is_elsewhere: bool [L, E], the experts that a GPU has and computes: they get no memory here. None: none.
+    """
     pack, options = setup.pack, setup.options
     routing = offload.Routing.open(pack) if offload.routing_bytes(pack.folder) else None
     needs = (pack.layout, budget_bytes, setup.context_tokens, offload.routing_bytes(pack.folder))
@@ -62,24 +66,19 @@ def offload_experts(
     disk, rows_below = machine.USUAL_DISK if options.machine is None else options.machine.drive, 0.0
     # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
     # computed together.
-    has_all = int(offload.expert_pages(pack.layout, plan.page_bytes).sum()) <= plan.num_pages
+    shares = popularity_shares(pack, routing)
+    is_here = np.ones(shares.shape, bool) if is_elsewhere is None else ~is_elsewhere
+    has_all = int(offload.expert_pages(pack.layout, plan.page_bytes)[is_here].sum()) <= plan.num_pages
     if isinstance(operations, model.NativeOperations) and (not has_all or options.cutover is not None):
         disk, rows_below = _cutover(setup, disk)
     if rows_below > 0:
-        heat = budgets.selector_heat(popularity_shares(pack, routing), pack.thresholds > 0)
+        heat = budgets.selector_heat(shares, (pack.thresholds > 0) & is_here)
         plan = offload.divide_budget(*needs, heat=heat, sequences=setup.sequences)
     has_selector = budgets.resident_selectors(pack.layout, heat, plan.num_selectors)
-    facts = cache_facts(pack, plan, routing, has_selector)
+    facts = replace(cache_facts(pack, plan, routing, has_selector), is_elsewhere=is_elsewhere)
     preset = _preset(setup, facts, routing, rows_below)
     trace = stack.enter_context(offload.Trace(options.trace)) if options.trace else None
-    recorder = None
-    if options.record is not None:
-        offload.check_writable(options.record)
-        root, context = pack.manifest.root, setup.context_tokens
-        recorder = offload.Recorder(facts, root, preset.name, budget_bytes, context, keeps_scores=True)
-        expert_cache = offload.recorded_expert_cache_for(preset, facts, recorder)
-    else:
-        expert_cache = offload.expert_cache_for(preset, facts)
+    expert_cache, recorder = _expert_cache(setup, facts, preset, budget_bytes)
     is_direct = reads_directly(setup, disk)
     store = offload.ExpertStore(
         pack,
@@ -106,6 +105,18 @@ def offload_experts(
     stack.enter_context(closing(weights))
     weights.prefetcher = prefetcher_for(setup, preset, weights, routing)
     return built.OffloadFacts(plan, preset, weights, is_direct)
+
+
+def _expert_cache(
+    setup: built.Setup, facts: offload.CacheFacts, preset: offload.Preset, budget_bytes: int
+) -> tuple[offload.ExpertCache, offload.Recorder | None]:
+    """Returns the cache of a preset, and the recorder of its decisions if the options ask for one."""
+    if setup.options.record is None:
+        return offload.expert_cache_for(preset, facts), None
+    offload.check_writable(setup.options.record)
+    root, context = setup.pack.manifest.root, setup.context_tokens
+    recorder = offload.Recorder(facts, root, preset.name, budget_bytes, context, keeps_scores=True)
+    return offload.recorded_expert_cache_for(preset, facts, recorder), recorder
 
 
 # ---- policies -------------------------------------------------------------------------------------------------------

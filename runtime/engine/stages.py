@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.pack.slices import PackSlice, cuts
-from moe_pack.runtime import model
 from moe_pack.runtime.engine import built, machine
 from moe_pack.runtime.engine.drafting import DraftChoice
-from moe_pack.runtime.engine.gpu import BuiltEngine, GpuRun, build_engine, open_gpu
+from moe_pack.runtime.engine.gpu import GpuPart, GpuRun, LiveGpus, built_of, open_gpu
 from moe_pack.runtime.gpu import devices, fit
 from moe_pack.runtime.model.kv_cache import layer_cache_bytes
 from moe_pack.runtime.offload import budgets
@@ -36,23 +35,24 @@ def build_on_gpus(setup: built.Setup, choice: DraftChoice, gpus: Sequence[torch.
     setup.options.check_gpu(setup.pack.spec)
     draft_bytes = choice.memory_bytes(setup.context_tokens)
     setup = replace(setup, sequences=replace(setup.sequences, draft_bytes=draft_bytes))
-    setups, parts = _setups(setup, choice, gpus), list[BuiltEngine]()
+    setups, parts = _setups(setup, choice, gpus), list[GpuPart]()
     with ExitStack() as stack:
-        runs = open_gpus(setups, gpus)
-        for own, run in zip(setups, runs, strict=True):
+        for own, run in zip(setups, open_gpus(setups, gpus), strict=True):
             opened_here = stack.enter_context(_closed_on(run.device))
             with devices.on_device(run.device):
-                parts.append(build_engine(own, run, None, choice.is_drafting(setup.options), opened_here))
-        first, *others = (part.facts for part in reversed(parts))
-        engine, checkpoints = first.engine, setup.sequences.checkpoints
-        engine.decoder.join([part.facts.engine.decoder for part in parts[:-1]], setup.pack.spec, checkpoints)
-        setup.fallbacks[:] = dict.fromkeys(setup.fallbacks)  # each GPU has noted its own
-        facts = built.Facts("gpu", setup.options.whole_budget, parts[-1].tier, first, tuple(others))
-        opened = choice.open(setup, engine.decoder, engine.weights, parts[-1].num_rows)
-        computing = built.Computing(model.TORCH)
-        return built.Built(
-            setup, computing, engine.weights, engine.decoder, opened, choice.why_not, facts, stack.pop_all()
-        )
+                parts.append(GpuPart(own, run, None, choice.is_drafting(setup.options), opened_here))
+
+        def assemble() -> built.Built:
+            first, *others = (part.facts for part in reversed(parts))
+            earlier, checkpoints = [part.facts.engine.decoder for part in parts[:-1]], setup.sequences.checkpoints
+            first.engine.decoder.join(earlier, setup.pack.spec, checkpoints)
+            setup.fallbacks[:] = dict.fromkeys(setup.fallbacks)  # each GPU has noted its own
+            facts = built.Facts("gpu", setup.options.whole_budget, parts[-1].tier, first, tuple(others))
+            return built_of(setup, choice, parts[-1], facts)
+
+        live = LiveGpus(parts, assemble)
+        stack.callback(live.release)
+        return replace(live.take(), opened=stack.pop_all())
 
 
 def open_gpus(setups: Sequence[built.Setup], gpus: Sequence[torch.device]) -> list[GpuRun]:

@@ -34,6 +34,8 @@ class Decoder(passes.SequencePasses):
     Raises:  RunError if the context is longer than the model's.
     """
 
+    most_logits: int | None = None  # the most tokens whose logits are computed at once; None: any number
+
     def __init__(
         self,
         weights: Weights,

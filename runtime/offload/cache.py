@@ -54,6 +54,7 @@ class CacheFacts:
     num_active: int  # experts a token
     popularity: Array  # float32 [L, E], shares of a layer's choices in the profile; uniform without a profile
     num_encoder_layers: int = 0  # the first MoE layers, if an encoder has them and the decoder has others
+    is_elsewhere: Array | None = None  # bool [L, E], experts that a GPU has and computes; None: it has none
 
 
 class Eviction:
@@ -150,10 +151,11 @@ class ExpertCache:
     def prefetch(self, layer_idx: int, experts: Sequence[int], during: int) -> Events:
         """Yields what to do to prefetch predicted `experts` of a layer, likeliest first, while layer `during` runs.
 
-        It evicts neither the experts that the running layer needs nor resident predicted ones, and ends at the first
-        expert that does not fit.
+        It fetches none that a GPU computes, and evicts neither the experts that the running layer needs nor resident
+        predicted ones; it ends at the first expert that does not fit.
         """
-        keys = [ExpertKey(layer_idx, expert) for expert in experts]
+        elsewhere = self.facts.is_elsewhere
+        keys = [ExpertKey(layer_idx, e) for e in experts if elsewhere is None or not elsewhere[layer_idx, e]]
         locked = [key for key in keys if self.is_resident[key] and not self.is_locked[key]]
         for key in locked:
             self.is_locked[key] = True

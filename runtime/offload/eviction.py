@@ -174,7 +174,7 @@ def placed_by_popularity(facts: cache.CacheFacts, num_pages: int) -> list[cache.
     largest expert stay free, which the other experts take in turn. Equally popular experts come in order.
     Source:  Fiddler (2402.07033) §3.2: "as many experts as the memory capacity permits in order of popularity".
     """
-    if facts.pages.sum() <= num_pages:
+    if facts.is_elsewhere is None and facts.pages.sum() <= num_pages:
         return [cache.ExpertKey(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
     order = np.argsort(-facts.popularity.ravel(), kind="stable").tolist()
     return _fitting(order, min(num_pages, facts.num_pages - int(facts.pages.max())), facts)
@@ -196,11 +196,14 @@ def experts_to_start_with(facts: cache.CacheFacts) -> list[cache.ExpertKey]:
 
 
 def _fitting(places: Sequence[int], num_pages: int, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
-    """Returns those of the experts, given as flat indices, that fit one after the other; the others are skipped."""
-    chosen = []
+    """Returns those of the experts, given as flat indices, that fit one after the other; the others are skipped.
+
+    Experts that a GPU computes are skipped too.
+    """
+    chosen, elsewhere = [], facts.is_elsewhere
     for place in places:
         key = cache.ExpertKey(*divmod(place, facts.pages.shape[1]))
-        if facts.pages[key] <= num_pages:
+        if facts.pages[key] <= num_pages and (elsewhere is None or not elsewhere[key]):
             num_pages -= int(facts.pages[key])
             chosen.append(key)
     return chosen

@@ -186,7 +186,9 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
                 run.compute_gathered()
                 partial = partial_state(from_experts(run.added_up(), self, layer_idx))
             routes = self._last_routes(layer_idx, experts)[-len(ahead) :]
-            observed = PredictionInput(ahead, routes, partial, self._named.get(layer_idx + 1))
+            num_layers, k = 1 + (layer_idx not in self._first_layers), self.spec.router.num_experts_per_tok
+            lacks_routes = routes.shape[1:] != (num_layers, k)
+            observed = PredictionInput(ahead, routes, partial, self._named.get(layer_idx + 1), lacks_routes)
             self._prefetch_experts(layer_idx, observed, run, counts)
             return True
 

@@ -56,6 +56,7 @@ class PredictionInput:
     # layer's attention have run on that, and the true keys and values will replace theirs.
     partial: Tensor | None = None
     named: NDArray[np.int64] | None = None  # [T, k], the predicted layer's experts, where a table names them
+    lacks_routes: bool = False  # whether a GPU has run some of the experts, which `routes` does not name
 
 
 class Prediction:
@@ -63,6 +64,10 @@ class Prediction:
 
     def needs_partial(self, layer_idx: int) -> bool:
         """Returns whether it predicts MoE layer `layer_idx` by `PredictionInput.partial`, which costs an attention."""
+        return False
+
+    def needs_routes(self, layer_idx: int) -> bool:
+        """Returns whether it predicts MoE layer `layer_idx` by all experts of `PredictionInput.routes`."""
         return False
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
@@ -89,6 +94,9 @@ class PathPrediction(Prediction):
 
     def __init__(self, paths: "PathStatistics") -> None:
         self._paths = paths
+
+    def needs_routes(self, layer_idx: int) -> bool:
+        return True
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
         return self._paths.predict(layer_idx, observed.routes)[0]
@@ -135,6 +143,9 @@ class LearnedPrediction(Prediction):
     ) -> None:
         self._networks = {layer_idx: _LoadedNetwork(network, operations) for layer_idx, network in networks.items()}
 
+    def needs_routes(self, layer_idx: int) -> bool:
+        return layer_idx in self._networks
+
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         network = self._networks.get(layer_idx)
         return None if network is None else network.scores(observed)
@@ -149,6 +160,9 @@ class BestPrediction(Prediction):
 
     def needs_partial(self, layer_idx: int) -> bool:
         return self._chosen.get(layer_idx, self._otherwise).needs_partial(layer_idx)
+
+    def needs_routes(self, layer_idx: int) -> bool:
+        return self._chosen.get(layer_idx, self._otherwise).needs_routes(layer_idx)
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         return self._chosen.get(layer_idx, self._otherwise).scores(layer_idx, observed)
@@ -267,7 +281,9 @@ class Prefetcher:
             return most_chosen(observed.named, self._num_experts)
         if self.expects_nearly_all(num_tokens):
             return range(self._num_experts)  # in the order of the file
-        scores = self._prediction.scores(layer_idx, observed) if self._prediction else None
+        if self._prediction is None or (observed.lacks_routes and self._prediction.needs_routes(layer_idx)):
+            return ()
+        scores = self._prediction.scores(layer_idx, observed)
         if scores is None:
             return ()
         if num_tokens == 1:

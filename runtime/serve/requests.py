@@ -11,7 +11,7 @@ from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar, TokenLogprob
 
-EndReason = Literal["stop", "length", "cancelled", "error"]
+EndReason = Literal["stop", "length", "cancelled", "error", "unready"]  # unready: it has not begun, and may be repeated
 PromptLogprobs = tuple[TokenLogprob | None, ...]  # of a prompt's tokens; the first has nothing before it
 
 
@@ -83,7 +83,7 @@ class EndEvent:
     cached_tokens: int  # tokens of the prompt that were not computed again
     completion_tokens: int
     timings: Timings
-    message: str = ""  # of an `error`
+    message: str = ""  # of an `error`, or `unready`
 
 
 Event = PromptEvent | TokenEvent | EndEvent

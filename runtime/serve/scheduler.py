@@ -7,6 +7,9 @@ its own request alone (and, by rounding, on how much of its prompt was computed 
 
 A slot keeps its tokens after a request. The next request uses the longest beginning that any slot, or a session on the
 disk, has in common with its prompt.
+
+The engine's memory is given back between requests (`memory`), and there are no slots until it is taken again. A request
+that comes meanwhile waits in the queue.
 """
 
 import logging
@@ -14,8 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,6 +32,7 @@ from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.engine.options import check_sampling
 from moe_pack.runtime.model import Decoder, kv_cache
 from moe_pack.runtime.serve import requests
+from moe_pack.runtime.serve.memory import EngineMemory, MemoryState
 from moe_pack.runtime.serve.sessions import SessionStore
 from moe_pack.runtime.text import TextStream
 
@@ -43,7 +48,8 @@ class PromptScores:
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], top: int) -> None:
         self.found: list[sampling.TokenLogprob | None] = [None]  # the first token has nothing before it
         self._decoder, self._prompt_ids, self._top = decoder, prompt_ids, top
-        self._num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
+        num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
+        self._num_rows = min(num_rows, decoder.most_logits or num_rows)
         self._other: kv_cache.Follower | None = None
 
     @contextmanager
@@ -205,12 +211,21 @@ class Slot:
         return "idle" if job is None else "prefill" if job.left else "decode"
 
 
+@dataclass(frozen=True, slots=True)
+class _MemoryChange:
+    """A change that a client asked for."""
+
+    budget_bytes: int | None  # 0: the memory is given back; None: it is taken as before
+    done: Future[MemoryState]
+
+
 class BatchScheduler:
     """Runs requests on a decoder, several at once, in a thread of its own; `close` it.
 
     Args:    most_waiting: requests that may wait for a slot; more are refused.   sessions: keeps sequences that leave a
              slot, until they come back.   drafts: while one request alone is past its prompt, several of its tokens
-             may come from one pass; the answer is the same.
+             may come from one pass; the answer is the same.   memory: of the engine that has the decoder and the
+             drafts; None: it is never given back.
     """
 
     def __init__(
@@ -220,13 +235,15 @@ class BatchScheduler:
         most_waiting: int = 64,
         sessions: SessionStore | None = None,
         drafts: Drafts | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self.context_tokens = decoder.sequences[0].cache.context_tokens
-        self.slots = tuple(Slot(sequence) for sequence in decoder.sequences)
         self.failure: str | None = None  # the fault that ended the thread
-        self._decoder, self._text, self._most_waiting, self._sessions = decoder, text, most_waiting, sessions
-        self._drafts = drafts
+        self.memory = memory
+        self._text, self._most_waiting, self._sessions = text, most_waiting, sessions
+        self._enter(decoder, drafts)
         self._waiting: deque[Job] = deque()
+        self._changes: deque[_MemoryChange] = deque()  # of the memory, in the order in which they were asked for
         self._changed = threading.Condition()
         self._is_closing = False
         self._clock = 0
@@ -262,7 +279,8 @@ class BatchScheduler:
         with self._changed:
             if self._is_closing or self.failure is not None:
                 raise errors.RunError(self.failure or "the server is shutting down")
-            left = self._most_waiting + sum(slot.job is None for slot in self.slots) - len(self._waiting)
+            num_idle = self._totals.num_slots - sum(slot.job is not None for slot in self.slots)
+            left = self._most_waiting + num_idle - len(self._waiting)
             if num_places > max(left, 0) and (self._waiting or left <= 0):
                 raise requests.QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
             self._waiting.append(job)
@@ -276,9 +294,25 @@ class BatchScheduler:
                 self._totals,
                 running=sum(slot.job is not None for slot in self.slots),
                 waiting=len(self._waiting),
-                drafted=0 if self._drafts is None else self._drafts.counts.drafted,
-                accepted=0 if self._drafts is None else self._drafts.counts.accepted,
+                **self._draft_totals(),
             )
+
+    def change_memory(self, budget_bytes: int | None) -> "Future[MemoryState]":
+        """Asks for a change of the engine's memory, once no request runs; those that come after it wait.
+
+        Args:    budget_bytes: 0 gives it back; another one takes it within this budget; None takes it as before.
+        Returns: the state afterwards, or a fault as of `EngineMemory.take`.
+        Raises:  RunError if the scheduler has ended; RequestError as of `EngineMemory.check_budget`.
+        """
+        assert self.memory is not None, "there is some to change"
+        self.memory.check_budget(budget_bytes)
+        change = _MemoryChange(budget_bytes, Future())
+        with self._changed:
+            if self._is_closing or self.failure is not None:
+                raise errors.RunError(self.failure or "the server is shutting down")
+            self._changes.append(change)
+            self._changed.notify_all()
+        return change.done
 
     def close(self) -> None:
         """Ends all requests and the thread, and saves the slots' sequences."""
@@ -290,6 +324,13 @@ class BatchScheduler:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+    def _draft_totals(self) -> dict[str, int]:
+        """Returns the counts of these drafts and of those before."""
+        now, totals = None if self._drafts is None else self._drafts.counts, self._totals
+        if now is None:
+            return {"drafted": totals.drafted, "accepted": totals.accepted}
+        return {"drafted": totals.drafted + now.drafted, "accepted": totals.accepted + now.accepted}
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -309,24 +350,33 @@ class BatchScheduler:
         finally:
             with self._changed:
                 jobs = [slot.job for slot in self.slots if slot.job is not None] + list(self._waiting)
+                changes = list(self._changes)
                 self._waiting.clear()
+                self._changes.clear()
                 for slot in self.slots:
                     slot.job = None
             for job in jobs:
                 job.end("error" if self.failure else "cancelled", self.failure or "the server is shutting down")
+            for change in changes:
+                change.done.set_exception(errors.RunError(self.failure or "the server is shutting down"))
 
     def _take_turn(self) -> bool:
         """Does one piece of work, or waits for some; returns whether the loop goes on."""
 
         def has_work() -> bool:
-            return self._is_closing or bool(self._waiting) or any(slot.job is not None for slot in self.slots)
+            is_due = self.memory is not None and self.memory.idle_left() == 0
+            return is_due or self._is_closing or bool(self._waiting or self._changes) or self._is_running()
 
         with self._changed:
-            self._changed.wait_for(has_work)
+            self._changed.wait_for(has_work, None if self.memory is None else self.memory.idle_left())
             if self._is_closing:
                 return False
+            is_idle = not (self._waiting or self._changes or self._is_running())
         self._drop_cancelled()
-        self._admit()
+        if self.memory is not None and not self._is_running():
+            self._change_between_requests(self.memory, is_idle)
+        if not self._changes:
+            self._admit()
         filling = [slot for slot in self.slots if slot.state == "prefill"]
         decoding = [slot for slot in self.slots if slot.state == "decode"]
         if filling and (not decoding or self._owed_s <= 0):
@@ -353,7 +403,64 @@ class BatchScheduler:
         assert job is not None, "a slot at work"
         with self._changed:
             slot.job = None
+        job.scores = None  # it refers to the decoder
+        if self.memory is not None:
+            self.memory.note_use()
         job.end(reason, message)
+
+    # ---- the engine's memory ----------------------------------------------------------------------------------------
+
+    def _is_running(self) -> bool:
+        return any(slot.job is not None for slot in self.slots)
+
+    def _enter(self, decoder: Decoder, drafts: Drafts | None) -> None:
+        """Uses an engine."""
+        self._decoder, self._drafts = decoder, drafts
+        self.slots = tuple(Slot(sequence) for sequence in decoder.sequences)
+
+    def _leave(self) -> None:
+        """Refers to nothing of the engine any more; what its slots have is lost."""
+        with self._changed:
+            self._totals = replace(self._totals, **self._draft_totals())
+            self.slots, self._drafts = (), None
+        del self._decoder
+
+    def _change_between_requests(self, memory: EngineMemory, is_idle: bool) -> None:
+        """Carries out what clients asked for, gives memory back that nobody uses, or takes it for those that wait."""
+        while self._changes:
+            change = self._changes[0]
+            try:
+                state = self._with_memory(memory, change.budget_bytes)
+            except errors.RunError as fault:
+                change.done.set_exception(fault)
+            else:
+                change.done.set_result(state)
+            self._changes.popleft()
+            memory.note_use()
+        if is_idle and memory.idle_left() == 0:
+            self._with_memory(memory, 0)
+            _LOG.info("the GPU's memory is given back until the next request")
+        elif self._waiting and not self.slots:
+            try:
+                self._with_memory(memory, None)
+            except errors.RunError as fault:
+                with self._changed:
+                    jobs = list(self._waiting)
+                    self._waiting.clear()
+                for job in jobs:
+                    job.end("unready", str(fault))
+
+    def _with_memory(self, memory: EngineMemory, budget_bytes: int | None) -> MemoryState:
+        """Gives memory back or takes it, as of `_MemoryChange`; raises as `EngineMemory.take`."""
+        if memory.is_as_asked(budget_bytes):
+            return memory.state()
+        if self.slots:
+            self._leave()
+        try:
+            return memory.release() if budget_bytes == 0 else memory.take(budget_bytes)
+        finally:
+            if not memory.state().is_released:
+                self._enter(memory.decoder, memory.drafts)
 
     # ---- a request gets a slot --------------------------------------------------------------------------------------
 

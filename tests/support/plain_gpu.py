@@ -34,6 +34,8 @@ class PlainMemoryOfAGpu:
     """Replaces the builder's view of the GPU: plain memory, with space for a share of the experts."""
 
     share = 0.6
+    budget_bytes: int | None = BUDGET  # None: all free memory, which is as much
+    ram_bytes = 1 << 30
     inputs: GpuInputs  # of the last engine
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +45,8 @@ class PlainMemoryOfAGpu:
 
     def _open(self, setup: Setup, device: torch.device) -> builder.GpuRun:
         self._memory = PlainMemory()
-        request = GpuRequest(BUDGET, setup.context_tokens, 4, "f32", setup.sequences)
-        return builder.GpuRun(CPU, self._memory, request, 1 << 30)  # type: ignore[arg-type]  # a double
+        request = GpuRequest(self.budget_bytes, setup.context_tokens, 4, "f32", setup.sequences)
+        return builder.GpuRun(CPU, self._memory, request, self.ram_bytes)  # type: ignore[arg-type]  # a double
 
     def _chosen(
         self, setup: Setup, run: builder.GpuRun, sharing: builder.Sharing, drafts: bool = False

@@ -64,6 +64,7 @@ class ScriptedScheduler:
 
     context_tokens = CONTEXT_TOKENS
     failure: str | None = None
+    memory = None  # it runs on the CPU
 
     def __init__(self, *scripts: Script, delay_s: float = 0.0, most: int = 64) -> None:
         self.scripts = list(scripts) or [Script()]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,13 @@ _AHEAD_SHARES = (1.0, 0.5, 0.25, 0.125)  # of a predicted expert's missing recor
 # Mixtral on an H200 that takes 120 ms by prediction (tests/bench/gpu_prompts.py), a token 3.2 ms as measured.
 FEW_TOKENS = 16
 _INTERPRETED_SMS = 1  # programs run one after the other
+
+
+class LinkShares(NamedTuple):
+    """The shares that the link brings."""
+
+    pulled: float  # of missing records
+    ahead: float | None  # of the records that predicted experts lack; None: nothing is predicted
 
 
 class _TokenCounts:
@@ -80,6 +88,8 @@ class GpuDecoder(Decoder):
              that run one after another.   num_sequences, num_checkpoints: as of `Decoder`.   num_rows: the most tokens
              of a graph, of several sequences or of one.
     """
+
+    most_logits = fit.LOGITS_AT_ONCE
 
     def __init__(
         self,
@@ -200,32 +210,47 @@ class GpuDecoder(Decoder):
         self.reset()
 
     @torch.inference_mode()
-    def tune(self) -> None:
-        """Chooses by the duration of tokens what the link brings: of the missing records, and ahead.
+    def tune(self, known: LinkShares | None = None) -> LinkShares:
+        """Sets what the link brings, of the missing records and ahead, chosen by the duration of tokens.
 
         A prediction that is tried stays if tokens are faster with it.
+        Args:    known: what was chosen before; None: tokens run with several.
         """
         inputs, step = self._inputs, self._step
-        if inputs.share is not None and inputs.pulled_share and not inputs.by_expert:
-            step.pull(fastest_share(partial(self._seconds_with, step.pull), inputs.pulled_share))
-        if step.prefetch is not None:
-            best = min((self._seconds_with(step.pull_ahead, share), share) for share in _AHEAD_SHARES)
-            step.pull_ahead(best[1])
-            if self._plain_runs:
-                self._try_without(best[0])
+        is_shared = inputs.share is not None and inputs.pulled_share > 0 and not inputs.by_expert
+        predicted = step.prefetch is not None
+        if known is not None:
+            found = known
+        else:
+            found = LinkShares(inputs.pulled_share, None)
+            if is_shared:
+                found = found._replace(
+                    pulled=fastest_share(partial(self._seconds_with, step.pull), inputs.pulled_share)
+                )
+                step.pull(found.pulled)
+            if predicted:
+                found = found._replace(ahead=self._fastest_ahead())
+        if is_shared:
+            step.pull(found.pulled)
+        if predicted and found.ahead is None:
+            step.prefetch, self._runs = None, self._runs | self._plain_runs
+        elif predicted and found.ahead is not None:
+            step.pull_ahead(found.ahead)
+        self._plain_runs = {}
         self.reset()
         self._counts.clear()
+        return found
 
-    def _try_without(self, seconds: float) -> None:
-        """Ends the prediction if tokens are as fast, or faster, than with it."""
+    def _fastest_ahead(self) -> float | None:
+        """Returns the share of predicted experts' records to pull ahead; None if a prediction is better not made."""
+        seconds, share = min((self._seconds_with(self._step.pull_ahead, share), share) for share in _AHEAD_SHARES)
+        if not self._plain_runs:
+            return share
         predicted, self._runs = self._runs, self._runs | self._plain_runs
-        self._plain_runs.clear()
         with self._step.unpredicted():
             is_faster = self._seconds() <= seconds
-        if is_faster:
-            self._step.prefetch = None
-        else:
-            self._runs = predicted
+        self._runs = predicted
+        return None if is_faster else share
 
     def _seconds_with(self, choose: Callable[[float], None], share: float) -> float:
         choose(share)

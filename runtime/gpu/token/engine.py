@@ -1,13 +1,14 @@
 """The engine on a GPU for a pack, and its fit into a budget; importing this needs Triton.
 
 The memory of driver, kernels and forward passes is not assumed. A first engine gets the least memory for experts, runs
-every kernel and its longest passes, and is measured. The engine that stays gets the rest of the budget for its experts.
+every kernel and its longest passes, and is measured. The engine that stays gets the rest of the budget for its experts,
+and runs the longest pass too, so that its prompts find the memory that they need (`fit_to_gpu`).
 """
 
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,14 @@ class GpuInputs:
         return placements.least_placement(self.pack.layout, self.misses, *sizes).num_bytes
 
 
+def placement_of(inputs: GpuInputs, expert_bytes: int) -> placements.GpuPlacement:
+    """Returns the division of the device's memory for experts. Raises: RunError if too little is left for them."""
+    layout, heat = inputs.pack.layout, placements.usual_heat(inputs.pack.layout, inputs.pack.thresholds)
+    sizes = (inputs.dynamic_share, inputs.has_link, inputs.pulled_share > 0, inputs.num_predicted)
+    given = (inputs.misses, inputs.popularity, heat, *sizes, inputs.offset_bytes, inputs.num_rows)
+    return placements.place_experts(layout, expert_bytes, *given)
+
+
 class GpuEngine:
     """The engine for a pack. Owns its memory, not its inputs: `close` it.
 
@@ -91,12 +100,7 @@ class GpuEngine:
         self, inputs: GpuInputs, expert_bytes: int, context_tokens: int, chunk_tokens: int, cache_dtype: KvDtype = "f32"
     ) -> None:
         pack, device = inputs.pack, inputs.device
-        heat = placements.usual_heat(pack.layout, pack.thresholds)
-        sizes = (inputs.dynamic_share, inputs.has_link, inputs.pulled_share > 0, inputs.num_predicted)
-        placement = placements.place_experts(
-            pack.layout, expert_bytes, inputs.misses, inputs.popularity, heat, *sizes, inputs.offset_bytes,
-            inputs.num_rows,
-        )  # fmt: skip
+        heat, placement = placements.usual_heat(pack.layout, pack.thresholds), placement_of(inputs, expert_bytes)
         queues = devices.Queues(device)
         with ExitStack() as opened:
             self.memory = opened.enter_context(closing(ExpertMemory(pack, placement, inputs.host, device)))
@@ -136,10 +140,9 @@ class GpuEngine:
         """Captures the launches of passes of few tokens as graphs."""
         self.decoder.prepare()
 
-    def tune(self) -> None:
-        """Measures what only whole tokens show, and sets it. Without a GPU, times mean nothing."""
-        if self.memory.device.type == "cuda":
-            self.decoder.tune()
+    def tune(self, known: decoder.LinkShares | None = None) -> decoder.LinkShares | None:
+        """Sets what only whole tokens show, as in `GpuDecoder.tune`; without a GPU times mean nothing, so None."""
+        return self.decoder.tune(known) if self.memory.device.type == "cuda" else None
 
     def close(self) -> None:
         """Releases the device's memory, after the device has done what it was given."""
@@ -166,6 +169,24 @@ def _cpu_shares(
     return share, opened.enter_context(closing(cpu_share.PromptShare(*given, inputs.rates)))
 
 
+@dataclass(slots=True)
+class Measured:
+    """The memory of an engine with the least memory for experts, after every kernel and the longest passes; bytes."""
+
+    overhead: int  # of everything that is not for experts
+    cache: int
+    passes: int  # as of `GpuEngine.pass_bytes`
+    spare: int | None = None  # kept by torch for the longest pass, in the engine that stays; None: none has stayed yet
+
+
+@dataclass(slots=True)
+class Measurements:
+    """The measurements of engines with the same inputs: later engines need no new ones."""
+
+    context_bytes: int | None = None  # of the driver's context, before the first engine
+    by_chunk: dict[int, Measured] = field(default_factory=dict)  # by the most tokens of a forward pass
+
+
 def fit_to_gpu(
     pack: formats.Pack,
     device: torch.device,
@@ -174,32 +195,33 @@ def fit_to_gpu(
     least_bytes: int,
     build: Callable[[int, int], GpuEngine],
     compile_ahead: Callable[[Callable[[], None]], object] = lambda run: None,
+    known: Measurements | None = None,
 ) -> tuple[GpuEngine, fit.GpuMemoryUse]:
-    """Returns an engine whose experts have the rest of the budget, and its use of memory.
+    """Returns an engine whose experts have the rest of the budget, and its use of memory; it is still to be tuned.
 
+    Torch keeps the memory of its longest pass. Later passes cut theirs from it: if a prompt began with short ones,
+    torch would keep a larger piece for each that is longer than all before. The first engine that stays runs that pass;
+    later ones reserve as much.
     Args:    least_bytes: the least that experts run in.   build: builds an engine with so many bytes for experts, and
              at most so many tokens a forward pass.   compile_ahead: compiles all kernels that a function launches.
+             known: measurements that hold for this engine; new ones are added.
     Raises:  BudgetTooSmall.
     """
-    _free_unused_memory()  # torch may keep memory of an earlier engine
+    known = Measurements() if known is None else known
+    free_unused_memory()  # torch may keep memory of an earlier engine
     torch.zeros(1, device=device)  # makes the driver's context
-    context_bytes = memory.used_bytes()
-    budget = request.budget_bytes or fit.usual_budget(context_bytes + memory.free_bytes())
-    chunk = _chunk_tokens(pack, request, budget, context_bytes)
-    with closing(build(least_bytes, chunk)) as first:
-
-        def run() -> None:
-            run_everything(pack, first, chunk)
-            first.run_rows()
-
-        compile_ahead(run)
-        first.prepare()
-        run_everything(pack, first, chunk)
-        overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache_bytes
-        pass_bytes = first.pass_bytes
-    _free_unused_memory()
+    used_bytes = memory.used_bytes()
+    if known.context_bytes is None:
+        known.context_bytes = used_bytes
+    budget = request.budget_bytes or fit.usual_budget(used_bytes + memory.free_bytes())
+    chunk = _chunk_tokens(pack, request, budget, known.context_bytes)
+    if chunk not in known.by_chunk:
+        with closing(build(least_bytes, chunk)) as first:
+            known.by_chunk[chunk] = _measure(pack, first, chunk, memory, compile_ahead)
+        free_unused_memory()
+    measured = known.by_chunk[chunk]
     # What drafts is loaded after the engine that stays.
-    overhead += request.sequences.draft_bytes
+    overhead = measured.overhead + request.sequences.draft_bytes
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
     expert_bytes = budget - overhead_kept
     if expert_bytes < least_bytes:
@@ -210,11 +232,37 @@ def fit_to_gpu(
         )
         raise budgets.BudgetTooSmall(budget, needed, reason, "give more, take --device cpu")
     built = build(expert_bytes, chunk)
-    built.prepare()
-    built.tune()
+    try:
+        built.prepare()
+        if measured.spare is None:
+            before = unused_bytes()
+            run_longest_pass(pack, built, chunk)
+            measured.spare = unused_bytes() - before
+        else:
+            torch.empty(measured.spare, dtype=torch.uint8, device=device)
+    except BaseException:
+        built.close()
+        raise
     dense = pack.manifest.totals.dense
-    rest = overhead - dense - cache_bytes + built.pass_bytes - pass_bytes
-    return built, fit.GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.dynamic_bytes, rest)
+    rest = overhead - dense - measured.cache + built.pass_bytes - measured.passes
+    return built, fit.GpuMemoryUse(budget, dense, measured.cache, built.expert_bytes, built.dynamic_bytes, rest)
+
+
+def _measure(
+    pack: formats.Pack,
+    first: GpuEngine,
+    chunk_tokens: int,
+    memory: devices.GpuMemory,
+    compile_ahead: Callable[[Callable[[], None]], object],
+) -> Measured:
+    def run() -> None:
+        run_everything(pack, first, chunk_tokens)
+        first.run_rows()
+
+    compile_ahead(run)
+    first.prepare()
+    run_everything(pack, first, chunk_tokens)
+    return Measured(memory.used_bytes() - first.expert_bytes, first.decoder.cache_bytes, first.pass_bytes)
 
 
 def _chunk_tokens(pack: formats.Pack, request: fit.GpuRequest, budget: int, context_bytes: int) -> int:
@@ -244,18 +292,41 @@ def run_everything(pack: formats.Pack, built: GpuEngine, chunk_tokens: int) -> N
         for role, num_cols in _matrices_of_each_format(pack):
             if length <= fit.LOGITS_AT_ONCE or role not in _HEADS:
                 model.linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
-    _free_unused_memory()
-    context = decoder.cache.context_tokens
-    for start, num_tokens in ((0, chunk_tokens), (context - chunk_tokens, chunk_tokens), (context - 1, 1)):
-        decoder.reset()
-        decoder.cache.num_tokens = start
-        if num_tokens == 1:
-            decoder.logits([0])
-        else:  # also where so few tokens run one after another
-            hidden = decoder.append(decoder.sequences[0], [0] * num_tokens)[-1]
-            if pack.ends:
-                decoder.logits_of(hidden[-fit.LOGITS_AT_ONCE :])
-    decoder.reset()
+    free_unused_memory()
+    _run_pass(pack, built, 0, chunk_tokens)
+    run_longest_pass(pack, built, chunk_tokens)
+    _run_pass(pack, built, decoder.cache.context_tokens - 1, 1)
+
+
+def run_longest_pass(pack: formats.Pack, built: GpuEngine, chunk_tokens: int) -> None:
+    """Runs the pass of a prompt that takes the most memory: its tokens are the last that the context has place for.
+
+    Attention then has the most keys, which are decoded if they are stored as codes. Behind it comes the work of
+    requests between passes: checkpoints, and copies of a sequence for another one.
+    """
+    _run_pass(pack, built, built.decoder.cache.context_tokens - chunk_tokens, chunk_tokens)
+
+
+def _run_pass(pack: formats.Pack, built: GpuEngine, start: int, num_tokens: int) -> None:
+    """Runs a pass of drawn tokens, so that experts of all kinds have some, from a position on; then forgets it."""
+    decoder = built.decoder
+    sequence, *others = decoder.sequences
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(pack.spec.vocab_size, (num_tokens,), generator=draw).tolist()
+    sequence.reset()
+    sequence.cache.num_tokens = start
+    if num_tokens == 1:
+        decoder.logits(ids)
+    else:  # also where so few tokens run one after another
+        hidden = decoder.append(sequence, ids)[-1]
+        if pack.ends:
+            decoder.logits_of(hidden[-fit.LOGITS_AT_ONCE :])
+        del hidden  # a request's are gone by then
+        sequence.save_checkpoint()
+        for other in others[:1] if sequence.cache.is_cut_anywhere or sequence.checkpoints else ():
+            other.take_beginning(sequence, sequence.num_tokens)
+            other.reset()
+    sequence.reset()
 
 
 def _experts_of_each_format(pack: formats.Pack) -> list[tuple[int, list[int]]]:
@@ -282,6 +353,14 @@ def _matrices_of_each_format(pack: formats.Pack) -> list[tuple[str, int]]:
     return list(matrices.values())
 
 
-def _free_unused_memory() -> None:
+def unused_bytes() -> int:
+    """Returns the bytes that torch keeps for tensors of a MiB or more, and that none uses; 0 without a GPU."""
+    stats = torch.cuda.memory_stats() if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]  # untyped in torch
+    reserved, allocated = (stats.get(f"{kind}_bytes.large_pool.current", 0) for kind in ("reserved", "allocated"))
+    return int(reserved - allocated)
+
+
+def free_unused_memory() -> None:
+    """Gives memory back to the driver that torch keeps and nothing uses."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -62,7 +62,7 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
              answer with 503.
     """
     app = FastAPI(title="moe-serve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.service = service
+    app.state.service, app.state.has_keys = service, bool(options.api_keys)
     for router in (openai_api.router, responses_api.router, anthropic_api.router, model_api.router):
         app.include_router(router)
     app.include_router(page_router())
@@ -119,8 +119,12 @@ def _add_own_routes(app: FastAPI) -> Counter:
         service: Service | None = app.state.service
         if service is None:
             return JSONResponse({"status": "loading"}, 503, headers={"Retry-After": str(answers.LOADING_RETRY_SECONDS)})
-        has_failed = service.scheduler.failure is not None
-        return JSONResponse({"status": "failed"}, 503) if has_failed else JSONResponse({"status": "ok"})
+        if service.scheduler.failure is not None:
+            return JSONResponse({"status": "failed"}, 503)
+        memory = service.scheduler.memory
+        if memory is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "memory": "released" if memory.state().is_released else "taken"})
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
@@ -155,6 +159,11 @@ class _Counts(Collector):
         yield CounterMetricFamily("moe_serve_decode_steps", "Forward passes of decode.", counts.decode_steps)
         yield CounterMetricFamily("moe_serve_drafted_tokens", "Drafted tokens that were verified.", counts.drafted)
         yield CounterMetricFamily("moe_serve_accepted_tokens", "Drafted tokens that were right.", counts.accepted)
+        if service.scheduler.memory is not None:
+            state = service.scheduler.memory.state()
+            yield GaugeMetricFamily("moe_serve_gpu_budget_bytes", "The budget of GPU memory.", state.budget_bytes)
+            yield GaugeMetricFamily("moe_serve_gpu_used_bytes", "GPU memory at its last change.", state.used_bytes)
+            yield GaugeMetricFamily("moe_serve_gpu_released", "1 if the memory is given back.", state.is_released)
 
 
 async def _refuse(http: HttpRequest, fault: Exception) -> Response:

@@ -9,7 +9,8 @@ last copy of the counts, and gets the difference. The server-sent events are
     state    at most four times a second, and every five seconds if nothing changes: tokens_per_s,
              prefill_tokens_per_s, bytes_per_token, read_bytes_per_s and hit_rate of the last two seconds; running,
              waiting; resident (`bitmap`; null if the system or a GPU decides); chosen and read (`saturated`: how often
-             each expert ran and came from the disk since the last event); slots: state, tokens and context of each
+             each expert ran and came from the disk since the last event); slots: state, tokens and context of each,
+             none while the engine's memory is given back
 
 The page at `/` draws them. It is one file, which loads nothing from elsewhere; its Content-Security-Policy says so.
 """
@@ -100,7 +101,7 @@ class Watcher:
 
 def live_counts(engine: Engine) -> LiveCounts:
     """Returns counts that observe an engine from now on; on a GPU only the experts that the CPU reads from the disk."""
-    spec = engine.weights.spec
+    spec = engine.pack.spec
     live = LiveCounts(len(spec.moe_layers), spec.router.num_experts)
     weights = engine.weights if engine.facts.gpu is None else engine.offloaded
     if weights is not None:
@@ -125,7 +126,7 @@ class _Reading:
 def _read_gauges(engine: Engine, scheduler: BatchScheduler) -> _Reading:
     weights, counts = engine.offloaded, scheduler.counts()
     if weights is None:
-        return _Reading(time.monotonic(), counts, engine.weights.bytes_read)
+        return _Reading(time.monotonic(), counts, engine.bytes_read())
     stats = weights.store.reads.stats()
     return _Reading(
         at_s=time.monotonic(),
@@ -159,8 +160,8 @@ def _rates(first: _Reading, last: _Reading) -> dict[str, float | None]:
 
 
 def engine_facts(engine: Engine, scheduler: BatchScheduler, model: str) -> dict[str, Any]:
-    """Returns the values of the `engine` event, which do not change while the server runs."""
-    spec, plan, facts = engine.weights.spec, engine.plan, engine.facts
+    """Returns the values of the `engine` event; while the server runs, only the budget may change."""
+    spec, plan, facts = engine.pack.spec, engine.plan, engine.facts
     return {
         "model": model,
         "layers": list(spec.moe_layers),
@@ -274,11 +275,12 @@ async def engine_events(
 
 def engine_router(live: LiveCounts, engine: Engine, scheduler: BatchScheduler, model: str) -> APIRouter:
     """Returns the routes of `GET /engine`; `model` is the name under which the server offers the pack."""
-    router, facts = APIRouter(), engine_facts(engine, scheduler, model)
+    router = APIRouter()
 
     @router.get("/engine", response_class=EventSourceResponse)
     async def watch_engine() -> EventSourceResponse:
         """Watches the engine: server-sent events `engine` and `state`."""
+        facts = engine_facts(engine, scheduler, model)
         return EventSourceResponse(engine_events(live, engine, scheduler, facts))
 
     return router

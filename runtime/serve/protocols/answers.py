@@ -21,6 +21,7 @@ from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar, TokenLogprob
 from moe_pack.runtime.serve import access_log, parsers
 from moe_pack.runtime.serve.grammars import TokenRules, ruled
+from moe_pack.runtime.serve.memory import NoMemoryError
 from moe_pack.runtime.serve.protocols import constraints, formed
 from moe_pack.runtime.serve.requests import EndEvent, PromptEvent, PromptLogprobs, QueueFullError, Request, RequestError
 from moe_pack.runtime.serve.service import (
@@ -57,6 +58,10 @@ class AnswerError(RunError):
     """The engine could not finish an answer."""
 
 
+class UnreadyError(AnswerError):
+    """The engine could not begin an answer, because the memory that it gave back is not free now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A fault of a request, which each protocol writes in its own shape."""
@@ -85,8 +90,10 @@ def problem_of(fault: Exception) -> Problem:
         return Problem(400, str(fault), fault.param)
     if isinstance(fault, QueueFullError):
         return Problem(429, str(fault), code="queue_full")
-    if isinstance(fault, NotReadyError):
+    if isinstance(fault, NotReadyError | UnreadyError):
         return Problem(503, str(fault), code="not_ready", retry_s=LOADING_RETRY_SECONDS)
+    if isinstance(fault, NoMemoryError):
+        return Problem(409, str(fault), code="no_memory")
     if isinstance(fault, RunError):
         return Problem(500, str(fault))
     access_log.LOG.error("a request failed", exc_info=fault)
@@ -388,6 +395,8 @@ def _checked_end(end: EndEvent, grammar: Grammar | None, is_whole: bool) -> EndE
         return replace(end, reason="stop")
     if end.reason == "error":
         raise AnswerError(end.message or "the engine could not finish the answer")
+    if end.reason == "unready":
+        raise UnreadyError(end.message)
     if end.reason == "cancelled":
         raise AnswerError("the server ended the request before it was finished; try again")
     return end

@@ -1,20 +1,23 @@
-"""Endpoints about the model: its tokens, its properties, its version, its name in lists.
+"""Endpoints about the model: its tokens, its properties, its memory, its version, its name in lists.
 
 The endpoints are those of llama.cpp's server (`/tokenize`, `/detokenize`, `/props`), of vLLM (the first two with other
-fields, `/tokenizer_info`, `/version`), and those by which clients of Ollama find models (`/api/...`). Other endpoints
-of these servers answer that they are not supported, with advice. Sources: tools/server/README.md of llama.cpp;
-entrypoints/serve/tokenize of vLLM; docs/api.md of Ollama.
+fields, `/tokenizer_info`, `/version`), and those by which clients of Ollama find models (`/api/...`); `/budget` is our
+own. Other endpoints of these servers answer that they are not supported, with advice. Sources: tools/server/README.md
+of llama.cpp; entrypoints/serve/tokenize of vLLM; docs/api.md of Ollama.
 """
 
+import asyncio
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from moe_pack.formats.base.commands import read_size
 from moe_pack.formats.base.version import VERSION
+from moe_pack.runtime.serve.memory import EngineMemory, MemoryState
 from moe_pack.runtime.serve.protocols import answers, openai_api
 from moe_pack.runtime.serve.protocols.completions import FINGERPRINT
 from moe_pack.runtime.serve.protocols.fields import JsonObject, Many, RequestBody, Token
@@ -102,6 +105,7 @@ class PropsAnswer(BaseModel):
     eos_token: str
     modalities: dict[str, bool]
     build_info: str
+    is_sleeping: bool
 
 
 @router.post("/tokenize", response_model=TokenizeAnswer, responses=openai_api.OPENAI_ERRORS)
@@ -179,7 +183,7 @@ async def detokenize(http: HttpRequest, body: DetokenizeRequest) -> Response:
 async def props(http: HttpRequest) -> Response:
     """Says what llama.cpp's clients ask of a server."""
     service = answers.service_of(http)
-    sampling = service.default_sampling
+    sampling, memory = service.default_sampling, service.scheduler.memory
     params = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -201,8 +205,66 @@ async def props(http: HttpRequest) -> Response:
         "eos_token": service.facts.eos_token,
         "modalities": {"vision": False, "audio": False},
         "build_info": FINGERPRINT,
+        "is_sleeping": memory is not None and memory.state().is_released,
     }
     return JSONResponse(answer)
+
+
+class BudgetRequest(RequestBody):
+    """The memory that the engine is to have: bytes or a size such as 11G, 0 or `release`, or `take`."""
+
+    budget: Annotated[int, Field(ge=0, lt=2**63)] | str
+
+
+class BudgetAnswer(BaseModel):
+    """The memory of the engine after its last change, in bytes, as of `MemoryState`."""
+
+    budget: int
+    used: int
+    released: bool
+    seconds: float
+
+
+@router.get("/budget", response_model=BudgetAnswer, responses=openai_api.OPENAI_ERRORS)
+async def budget(http: HttpRequest) -> Response:
+    """Says how much of GPUs' memory the engine has."""
+    return _budget_answer(_memory_of(answers.service_of(http)).state())
+
+
+@router.post("/budget", response_model=BudgetAnswer, responses=openai_api.OPENAI_ERRORS)
+async def change_budget(http: HttpRequest, body: BudgetRequest) -> Response:
+    """Gives the engine's memory back, takes it again, or changes it, once no request runs; needs a key."""
+    service = answers.service_of(http)
+    _memory_of(service)
+    if not http.app.state.has_keys:
+        needs = "POST /budget needs a key, and this server has none; start it with --api-key KEY"
+        return JSONResponse(openai_api.openai_error(answers.Problem(403, needs, code="needs_key")), 403)
+    done = service.scheduler.change_memory(_budget_bytes(body.budget))
+    return _budget_answer(await asyncio.shield(asyncio.wrap_future(done)))
+
+
+def _budget_bytes(budget: int | str) -> int | None:
+    """Returns the bytes that a request asks for: 0 to give memory back, None to take it as before."""
+    if isinstance(budget, int) or budget in ("take", "release", "0"):
+        return None if budget == "take" else 0 if budget == "release" else int(budget)
+    try:
+        return read_size(budget)
+    except ValueError:
+        found = f"budget: found {budget[:200]!r}, expected bytes, a size such as 11G, release or take"
+        raise RequestError(found, "budget") from None
+
+
+def _budget_answer(state: MemoryState) -> Response:
+    answer = {"budget": state.budget_bytes, "used": state.used_bytes, "released": state.is_released}
+    return JSONResponse({**answer, "seconds": round(state.seconds, 3)})
+
+
+def _memory_of(service: Service) -> EngineMemory:
+    """Returns the memory of the engine. Raises: HTTPException if it runs on the CPU."""
+    memory = service.scheduler.memory
+    if memory is None:
+        raise HTTPException(409, "the model runs on the CPU, whose memory is not given back while the server runs")
+    return memory
 
 
 @router.get("/tokenizer_info", response_model=dict[str, str], responses=openai_api.OPENAI_ERRORS)

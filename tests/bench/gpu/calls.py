@@ -38,11 +38,11 @@ def measure_calls(results: Results, clock: Clock) -> None:
         return torch.zeros(shape, dtype=dtype, pin_memory=is_locked)
 
     handed = (there(1, _D), there(1, _K), there(1, _K, dtype=torch.int32))
-    given = tuple(each.to(clock.device) for each in handed)
+    x, weights, experts = (each.to(clock.device) for each in handed)
     flag, counts = there(1, dtype=torch.int32), there(1, _K, dtype=torch.int32)
 
     def hand_over() -> None:
-        elementwise.hand_over(*given, *handed)
+        elementwise.hand_over(x, weights, experts, *handed)
 
     def call(ask: devices.Ask) -> None:
         hand_over()

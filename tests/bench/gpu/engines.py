@@ -37,7 +37,7 @@ from moe_pack.runtime.gpu.token.decoder import GpuDecoder
 from moe_pack.runtime.gpu.token.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, EncoderDecoder
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import PRESETS, PolicyName
+from moe_pack.runtime.offload import PRESETS, PolicyName, Sequences
 from moe_pack.runtime.offload.prefetch import methods_by_layer
 
 MEMORY = Path("/dev/shm")
@@ -206,9 +206,20 @@ class SharedEngine:
     fallbacks: Sequence[str] = ()
 
     def __init__(self, folder: Path, run: GpuRun, device: torch.device) -> None:
-        with ExitStack() as opened:
-            self.decoder: Decoder = opened.enter_context(gpu_decoder(folder, run, device))
-            self.close = opened.pop_all().close
+        self._given, self._opened = (folder, run, device), ExitStack()
+        self.take()
+
+    def take(self) -> None:
+        """Takes the memory again, as `Engine.take`."""
+        self.decoder: Decoder = self._opened.enter_context(gpu_decoder(*self._given))
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        del self.decoder
+        self._opened.close()
+
+    def close(self) -> None:
+        self._opened.close()
 
 
 Running = Engine | SharedEngine
@@ -321,6 +332,52 @@ class EngineBench:
     def _drawn(self, count: int, seed: int) -> list[int]:
         spec = self.pack.spec
         return random_prompt(count, spec.vocab_size, spec.max_position_embeddings, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Memory that is given back and taken again, with four sequences: the driver's bytes, and medians of seconds."""
+
+    pack: str
+    budget_bytes: int | None  # None: what is free
+    taken_bytes: int
+    released_bytes: int
+    release_seconds: float
+    take_seconds: float
+    is_same: bool  # whether a prompt has the same logits, but for rounding
+
+
+_LIVE_CONTEXT, _LIVE_PROMPT, _LIVE_TIMES, _SAME_LOGITS = 4096, 24, 3, 1e-3
+
+
+def measure_live(results: Results, clock: Clock, folder: Path, budget_bytes: int | None) -> None:
+    """Adds a row of memory that is given back and taken again, as a server does it."""
+    is_rehearsal, wanted = clock.is_rehearsal, EngineRequest("auto", budget_bytes=budget_bytes)
+    context, num_prompt, times = (64, 2, 1) if is_rehearsal else (_LIVE_CONTEXT, _LIVE_PROMPT, _LIVE_TIMES)
+    with Pack(folder) as pack, ExitStack() as opened:
+        engine: Running = SharedEngine(folder, wanted.run(pack, context), clock.device) if is_rehearsal else Engine(
+            pack, wanted.options(host_bytes(pack)), context, sequences=Sequences(4)
+        )  # fmt: skip
+        opened.enter_context(closing(engine))
+        ids = random_prompt(num_prompt, pack.spec.vocab_size, pack.spec.max_position_embeddings, 0)
+        expected, seconds = _logits_of(engine, ids), list[tuple[float, float]]()
+        taken = driver_bytes(clock)
+        for _ in range(times):
+            begin = time.perf_counter()
+            engine.release()
+            middle, released = time.perf_counter(), driver_bytes(clock)
+            engine.take()
+            seconds.append((middle - begin, time.perf_counter() - middle))
+        is_same = bool((_logits_of(engine, ids) - expected).abs().max() < _SAME_LOGITS * expected.abs().max())
+    given, took = (sorted(each)[times // 2] for each in zip(*seconds, strict=True))
+    results.add(Live(folder.name, budget_bytes, taken, released, given, took, is_same))
+    if not is_same or (not is_rehearsal and released >= taken):
+        results.fail("memory that is given back", "other logits" if not is_same else "nothing was given back")
+
+
+def _logits_of(engine: Running, ids: list[int]) -> torch.Tensor:
+    engine.decoder.reset()
+    return engine.decoder.logits(ids).cpu().clone()
 
 
 def counts(engine: Running) -> GpuCounts:

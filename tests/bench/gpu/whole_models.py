@@ -27,6 +27,7 @@ from gpu.engines import (
     link_rate,
     make_demo,
     make_synthetic,
+    measure_live,
     open_engine,
     remove_packs,
 )
@@ -356,9 +357,12 @@ _CAP_BYTES = 11 << 30
 
 
 def mixtral(results: Results, clock: Clock) -> None:
-    """Prompts and decode with everything on the GPU, then in 11 GiB; rows of both."""
+    """Prompts and decode with everything on the GPU, then in 11 GiB; rows of both; memory given back and taken."""
     _run_model(results, clock, MIXTRAL, _LENGTHS, _CAPPED_LENGTHS)
     _run_rows(results, clock, MIXTRAL)
+    folder = make_synthetic(results, MIXTRAL)
+    for name, budget_bytes in (("live, all", None), ("live, 11 GiB", 11 << 30)):
+        results.section(name, partial(measure_live, results, clock, folder, budget_bytes))
 
 
 def qwen3(results: Results, clock: Clock) -> None:
