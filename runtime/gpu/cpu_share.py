@@ -83,7 +83,7 @@ class Exchange:
 
 
 class CpuShare:
-    """What computes the share, and the calls from a token's launches. Owns the thread that answers: `close` it.
+    """A computation of the share, and its calls from a token's launches. Owns the thread that answers: `close` it.
 
     Args:    serve: computes the share of a token's place, as in `host_share.FlagCalls`.   ask: adds to torch's current
              stream that the GPU calls the CPU and waits; None without a GPU, where the share is computed at once.

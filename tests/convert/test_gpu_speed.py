@@ -155,7 +155,9 @@ def test_more_memory_and_faster_parts_are_never_slower() -> None:
     made, sparsity = layout(), np.full(SHAPE, 0.5)
     least = tier(1).least_bytes(made)
     budgets = np.linspace(least, tier(1).least_bytes(made) + 800 * MIB, 9).astype(int).tolist()
-    found = [[tier(budget, ram).estimate(made, sparsity) for budget in budgets] for ram in (None, 64 * MIB)]
+    found = [
+        [tier(budget, ram, host_rate=20e9).estimate(made, sparsity) for budget in budgets] for ram in (None, 64 * MIB)
+    ]
     for ram, by_budget in zip(("all", "little"), found, strict=True):
         with case(ram):
             seconds, missing = zip(*((each.seconds.total, each.fetched_bytes) for each in by_budget), strict=True)

@@ -244,7 +244,7 @@ def share_of(tier: Tier, given: devices.Ask | None, limit_s: float = HANG_S) -> 
     chosen = torch.tensor([[5, 6], [1, 2]], dtype=torch.int32)
     x = torch.tensor([[0.0], [100.0]]).expand(T, D).contiguous()
     flag = torch.zeros(1, dtype=torch.int32)
-    exchange = Exchange(x, torch.ones(T, K), chosen, torch.zeros(T, D), whole, counts, whole, whole, (), flag)
+    exchange = Exchange(x, torch.ones(T, K), chosen, torch.zeros(T, D), whole, counts, whole, (), flag)
     experts: Any = tier
     return TierShare(experts, exchange, given, limit_s), exchange
 
