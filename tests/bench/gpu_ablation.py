@@ -91,11 +91,11 @@ def recorded(folder: Path, model: Path, num_tokens: int) -> Recorded:
         return Recorded(pack.layout, popularity, usual_heat(pack.layout, pack.thresholds), tokens)
 
 
-def drawn(request: PackRequest) -> Recorded:
+def drawn(request: PackRequest, num_tokens: int) -> Recorded:
     """Draws routes, and neurons as often as rows of their heat run."""
     subject, draw = Subject.of(request), np.random.default_rng(0)
     f, (_, _, num_slices) = subject.layout.experts[0][0].num_rows, subject.heat.shape
-    routes = drawn_passes(subject.popularity, subject.layout.spec.router.num_experts_per_tok, _DRAWN_TOKENS).routes
+    routes = drawn_passes(subject.popularity, subject.layout.spec.router.num_experts_per_tok, num_tokens).routes
     slices = np.arange(f) * num_slices // f
 
     def neurons(l: int, expert: int) -> NDArray[np.int32]:
@@ -194,13 +194,17 @@ def _others(subject: Recorded, times: Times, share: float, found: Played, base: 
 @click.argument("pack")
 @click.option("--model", type=click.Path(path_type=Path, exists=True), help="The checkpoint, for its tokenizer.")
 @click.option("--dimensions", type=click.Choice(list(_DIMENSIONS)), default=MIXTRAL.model, show_default=True)
-@click.option("--tokens", default=256, show_default=True, help="That are played.")
+@click.option("--tokens", default=256, show_default=True, help="That are played; drawn are 24 at most.")
 @json_option
 def main(pack: str, model: Path | None, dimensions: str, tokens: int, as_json: bool) -> None:
     """Prints the table."""
     request = _DIMENSIONS[dimensions]
     times = Times.of(Subject.of(request), Counts.read(COUNTS).of(request.model)["split"], _GPU, CPU_RATES[_CPU])
-    subject = drawn(request) if pack == "drawn" else recorded(Path(pack), model or Path(pack), tokens)
+    subject = (
+        drawn(request, min(tokens, _DRAWN_TOKENS))
+        if pack == "drawn"
+        else recorded(Path(pack), model or Path(pack), tokens)
+    )
     found = list(lines(subject, times, _SHARES))
     header = ["experts that fit", "mechanism", "missing bytes", "ms a token", "against the base"]
     rows = [

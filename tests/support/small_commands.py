@@ -38,6 +38,7 @@ SMALL = {
         "--kind prose --texts 1 --rounds 1 --tokens 4", ("texts | drafts | tokens/s | accepted | tokens a pass",)
     ),
     "family_table.py": Small("--family flex_olmo", (), says=r"flex_olmo +pass +\d"),
+    "gpu_ablation.py": Small("--tokens 4", ("experts that fit | mechanism | missing bytes | ms a token",)),
     "gpu_numerics.py": Small("--model MODEL --tokens 4", ("model | numerics | KL, nats",)),
     "gpu_prompts.py": Small("", ("GPU | model | memory | numerics | 512 tokens",)),
     "kernels.py experts": Small(
