@@ -68,6 +68,7 @@ _RIGHT = (0.6, 0.8, 0.99)  # of records that are pulled ahead; 99% in the packs 
 # By policy, of what it predicts the share that its paper found right: experts, times neurons where it says so, else
 # CORM's 0.8 of these. FloE Fig. 4, CORM Fig. 5, EdgeMoE Fig. 8, importance Fig. 18.
 _PAPERS_RIGHT = {"floe": 0.88 * 0.95, "corm": 0.85 * 0.8, "edgemoe": 0.87 * 0.8, "importance": 0.95 * 0.8}
+_CALLS_S = (24e-6, 6e-6, CALL_S)
 _SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
 _MEASURED_HOST = 17e9  # bytes a second
 _MODELS = {"Mixtral-8x7B": MIXTRAL, "Qwen3-30B-A3B": QWEN3, "Qwen3.6-35B-A3B": QWEN36}
@@ -172,6 +173,7 @@ def predictions(runs: Sequence[Run]) -> str:
         *_assumptions(),
         *_kernels(subjects, counts, measured_ms(runs)),
         *_speeds(subjects, counts, measured_ms(runs)),
+        *_calls(subjects, counts),
         *_ahead(subjects, counts, measured_ms(runs)),
         *_policies(counts),
         *_sparse(counts),
@@ -353,6 +355,20 @@ def _speed_table(subject: Subject, counts: Counts, measured: Measured) -> Table:
             body.append([gpu, name, *share, *speeds, None if ms is None else f"{1e3 / ms:.0f}"])
     answers = [misses if misses == "pull" else f"{misses}, {cpu}" for misses, cpu in _ANSWERS]
     return ["GPU", "budget, GiB", "resident", "missing, MB", *answers, "measured"], body
+
+
+def _calls(subjects: dict[str, Subject], counts: Counts) -> Iterator[str]:
+    yield "## Calls of the CPU in 11 GiB"
+    yield (
+        f"Tokens a second with `auto` on an {_ROWS_GPU} with DDR5, by the time of a call of the CPU: 24 us were "
+        f"measured of a host function in a graph, {1e6 * CALL_S:.0f} are predicted of a flag."
+    )
+    setup = Setup(_ROWS_GPU, "DDR5", _CAP, "auto")
+    body = [
+        [name, *(f"{1 / predict(one, setup, counts.of(one.request.model), call_s).token_s:.0f}" for call_s in _CALLS_S)]
+        for name, one in subjects.items()
+    ]
+    yield table(["model", *(f"{1e6 * call_s:.0f} us" for call_s in _CALLS_S)], body)
 
 
 def _ahead(subjects: dict[str, Subject], counts: Counts, measured: Measured) -> Iterator[str]:

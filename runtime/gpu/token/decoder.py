@@ -216,30 +216,24 @@ class GpuDecoder(Decoder):
         A prediction that is tried stays if tokens are faster with it.
         Args:    known: what was chosen before; None: tokens run with several.
         """
-        inputs, step = self._inputs, self._step
-        is_shared = inputs.share is not None and inputs.pulled_share > 0 and not inputs.by_expert
-        predicted = step.prefetch is not None
-        if known is not None:
-            found = known
-        else:
-            found = LinkShares(inputs.pulled_share, None)
-            if is_shared:
-                found = found._replace(
-                    pulled=fastest_share(partial(self._seconds_with, step.pull), inputs.pulled_share)
-                )
-                step.pull(found.pulled)
-            if predicted:
-                found = found._replace(ahead=self._fastest_ahead())
-        if is_shared:
-            step.pull(found.pulled)
-        if predicted and found.ahead is None:
-            step.prefetch, self._runs = None, self._runs | self._plain_runs
-        elif predicted and found.ahead is not None:
+        step, found = self._step, self._fastest_shares() if known is None else known
+        step.pull(found.pulled)
+        if step.prefetch is not None and found.ahead is not None:
             step.pull_ahead(found.ahead)
+        elif step.prefetch is not None:
+            step.prefetch, self._runs = None, self._runs | self._plain_runs
         self._plain_runs = {}
         self.reset()
         self._counts.clear()
         return found
+
+    def _fastest_shares(self) -> LinkShares:
+        inputs, step = self._inputs, self._step
+        pulled = inputs.pulled_share
+        if inputs.share is not None and pulled and not inputs.by_expert:
+            pulled = fastest_share(partial(self._seconds_with, step.pull), pulled)
+            step.pull(pulled)
+        return LinkShares(pulled, None if step.prefetch is None else self._fastest_ahead())
 
     def _fastest_ahead(self) -> float | None:
         """Returns the share of predicted experts' records to pull ahead; None if a prediction is better not made."""

@@ -11,7 +11,7 @@ serial. Routes are drawn; of an expert's neurons as many run as are expected. A 
 choose experts independently: dense weights and resident experts come from memory once for all of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -314,11 +314,11 @@ class Setup:
     misses: Misses
 
 
-def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) -> Prediction:
+def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches], call_s: float = CALL_S) -> Prediction:
     """Predicts a token's time from its model's launches by mode; raises RunError if the budget is too small."""
     placement, is_pull = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses), setup.misses == "pull"
     mode: Mode = "resident" if placement.is_whole else "pull" if is_pull else "split"
-    rates = rates_of(setup.gpu, CPU_RATES[setup.cpu], subject.layout, mode)
+    rates = replace(rates_of(setup.gpu, CPU_RATES[setup.cpu], subject.layout, mode), call_s=call_s)
     share = rates.pulled_share if setup.misses == "auto" else 0.0
     moved = moved_bytes(subject, placement, subject.runs(), share, NUM_SMS[setup.gpu])
     launches = Launches.of(counted[mode])
