@@ -33,6 +33,7 @@ class LaunchCost:
 def measure_calls(results: Results, clock: Clock) -> None:
     """Adds a row for each way to call, and a fault if the one that the engine takes is too slow."""
     is_locked, queues = not clock.is_rehearsal, devices.Queues(clock.device)
+    number = 2 if clock.is_rehearsal else _CALLS
 
     def there(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=is_locked)
@@ -50,15 +51,16 @@ def measure_calls(results: Results, clock: Clock) -> None:
             ask(flag, calls.number(0, 1))
         queues.join("cpu")
 
-    alone_s = clock.graphed([hand_over] * _CALLS)
+    alone_s = clock.graphed([hand_over] * number)
     results.add(LaunchCost("kernel that writes what the CPU needs, node of a graph", 1e6 * alone_s))
-    ways: dict[str, devices.Ask | None] = {"the driver": devices.driver_ask(), "a kernel": elementwise.ask}
+    by_driver = None if clock.is_rehearsal else devices.driver_ask()
+    ways = {"the driver": by_driver, "a kernel": elementwise.ask}
     with closing(FlagCalls(flag, counts, there(1, _D), lambda at: None, _LIMIT_S)) as calls:
         found_us = {}
         for name, ask in ways.items():
             if ask is None:
                 continue
-            found_us[name] = 1e6 * (clock.graphed([partial(call, ask)] * _CALLS) - alone_s)
+            found_us[name] = 1e6 * (clock.graphed([partial(call, ask)] * number) - alone_s)
             results.add(LaunchCost(f"call of the CPU by {name}, between two kernels", found_us[name]))
             if calls.take_unanswered() is not None:
                 results.fail(f"calls by {name}", f"the GPU waited {_LIMIT_S:g} s for the CPU")
