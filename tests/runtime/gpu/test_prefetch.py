@@ -114,7 +114,7 @@ def test_the_experts_predicted_are_those_of_networks_and_popularity(tmp_path: Pa
 def test_a_share_of_what_predicted_experts_lack_is_pulled_ahead(tmp_path: Path) -> None:
     with gpu_decoder(packed(tmp_path), replace(RUN, prediction=plan("router"))) as decoder:
         found = []
-        for share in (1.0, 0.5, 0.0):
+        for share in (1.0, 0.1, 0.0):  # half would already fill the memory for such records
             decoder.reset()
             decoder._step.pull_ahead(share)
             decoder.next_logits([IDS[0]])
