@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import model
+from moe_pack.runtime.model import choosing
 from moe_pack.runtime.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -55,14 +57,39 @@ def generate(
         yield from _drafted(decoder, prompt_ids, sampler, max_tokens, end_ids, drafts)
         return
     logits = decoder.begin(prompt_ids)
-    for count in range(1, max_tokens + 1):
-        token = sampler.choose(logits)
-        if token in end_ids:
-            return
-        yield token
-        if count == max_tokens or decoder.cache.num_tokens == decoder.cache.context_tokens:
-            return
-        logits = decoder.next_logits([token])
+    if max_tokens:
+        with closing(_chosen(decoder, logits, sampler, max_tokens)) as tokens:
+            for token in tokens:
+                if token in end_ids:
+                    return
+                yield token
+
+
+def _chosen(
+    decoder: model.Decoder | model.EncoderDecoder, logits: Tensor, sampler: Sampler, max_tokens: int
+) -> Generator[int, None, None]:
+    """Yields tokens until there are `max_tokens`, or the context is full; the first one by the logits after a prompt.
+
+    A decoder that chooses may have appended the last token that is yielded.
+    """
+    chooser, sequences = (decoder.chooser, decoder.sequences[:1]) if isinstance(decoder, model.Decoder) else (None, ())
+
+    def goes_on() -> bool:
+        return number + 2 <= max_tokens
+
+    token, number = sampler.choose(logits), 1
+    yield token
+    while number < max_tokens and decoder.cache.num_tokens < decoder.cache.context_tokens:
+        rows = choosing.chosen_rows(chooser, sequences, [token], [sampler.choice()])
+        if chooser is None or rows is None:
+            token, number = sampler.choose(decoder.next_logits([token])), number + 1
+            yield token
+            continue
+        with closing(chooser.steps(rows, goes_on)) as steps:
+            for (token,) in steps:
+                sampler.accept(token)
+                number += 1
+                yield token
 
 
 def _drafted(

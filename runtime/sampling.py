@@ -27,11 +27,16 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.engine.options import SamplingOptions, check_sampling
+from moe_pack.runtime.model import choosing
 
 # Scores whose float64 bits differ only in the last 46 are in one bucket: 64 buckets for each power of two.
 _BUCKET_BITS = 46
 _INFINITE = float("inf")
 NOT_FINITE = "the model's logits are NaN or infinite; its weights overflow or were damaged before they were packed"
+_FAULTS = {
+    choosing.NOT_FINITE: NOT_FINITE,
+    choosing.NONE_LEFT: "no token is left to choose; grammar and logit_bias forbid all of them: relax one",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +94,36 @@ class Sampler:
         logits = logits.cpu()
         least, most = torch.aminmax(logits)
         if not (torch.isfinite(least) and torch.isfinite(most)):
-            raise RunError(NOT_FINITE)
+            raise RunError(_FAULTS[choosing.NOT_FINITE])
         changed = self._changed(logits)
         if changed is not logits:
             most = changed.max()
             if most == -_INFINITE:
-                raise RunError("no token is left to choose; grammar and logit_bias forbid all of them: relax one")
+                raise RunError(_FAULTS[choosing.NONE_LEFT])
         # numpy's argmax returns the first of equals, as torch's does, in a tenth of the time.
         token = int(changed.numpy().argmax()) if self.temperature == 0 else self._draw(changed, most)
+        self.accept(token)
+        return token
+
+    def accept(self, token: int) -> None:
+        """Goes on by a token that was chosen; raises RunError if it is `NOT_FINITE` or `NONE_LEFT`."""
+        if token < 0:
+            raise RunError(_FAULTS[token])
         if self._occurrences is not None:
             self._occurrences.add(token)
         if self._grammar is not None:
             self._grammar.accept(token)
-        return token
+
+    def choice(self) -> choosing.Choice | None:
+        """Returns how tokens are chosen, for a decoder that does it; None if a grammar decides which may come."""
+        options, occurrences = self._options, self._occurrences
+        if self._grammar is not None:
+            return None
+        return choosing.Choice(
+            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty,
+            options.frequency_penalty, options.presence_penalty, self._bias,
+            None if occurrences is None else occurrences.found(), self._uniform,
+        )  # fmt: skip
 
     @staticmethod
     def logprobs(logits: Tensor, token: int, top: int) -> TokenLogprob:
@@ -116,6 +138,12 @@ class Sampler:
         ranked, order = logits[places].sort(descending=True, stable=True)
         best = zip(places[order].tolist(), (ranked - scale).tolist(), strict=True)
         return TokenLogprob(token, float(logits[token] - scale), tuple(best))
+
+    def _uniform(self) -> float:
+        """Returns the random number of the next draw; 0 if nothing is drawn."""
+        if self.temperature == 0:
+            return 0.0
+        return float(torch.rand(1, generator=self._generator, dtype=torch.float64))
 
     def _changed(self, logits: Tensor) -> Tensor:
         changed = logits if self._grammar is None else self._grammar.allow(logits)
@@ -151,7 +179,7 @@ class Sampler:
             kept = _places(scores >= options.min_p)  # the likeliest token's score is 1
             tokens, scores = kept if tokens is None else tokens[kept], scores[kept]
         bounds = scores.cumsum(0)
-        point = torch.rand(1, generator=self._generator, dtype=torch.float64) * bounds[-1]
+        point = (self._uniform() * bounds[-1])[None]
         place = int(torch.searchsorted(bounds, point, right=True))
         if place == len(bounds):  # by rounding
             place = int(_places(scores > 0)[-1])
@@ -210,6 +238,9 @@ class _Occurrences:
             self._tokens = torch.cat((self._tokens, torch.tensor([token])))
             self._counts = torch.cat((self._counts, torch.zeros(1)))
         self._counts[place] += 1
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        return self._tokens, self._counts
 
     def penalize(self, logits: Tensor, options: SamplingOptions) -> None:
         values, penalty = logits[self._tokens], options.repetition_penalty

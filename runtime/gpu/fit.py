@@ -20,6 +20,7 @@ _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 0.03, 256 << 20
 # Tokens of a forward pass, where memory allows: longer passes bring experts over the link less often.
 MOST_CHUNK_TOKENS, _CHUNK_STEP = 2048, 16
 _PASS_SHARE = 1 / 16  # of the memory, that passes longer than the shortest may take
+_CHOICE_BYTES = 24  # of a sequence's row, for each token of the vocabulary: its logit, and `ChoiceMemory`
 LOGITS_AT_ONCE = 64  # tokens: those of a whole pass would take more memory than all else in it
 _OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
 
@@ -101,6 +102,7 @@ def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts =
             cache += sequences.checkpoints * each
         cache *= sequences.number
         workspace = budgets.workspace_bytes(spec, chunk_tokens, LOGITS_AT_ONCE, has_kernels=False)
+        workspace += sequences.number * spec.vocab_size * _CHOICE_BYTES
         division = Slicing.for_passes(layout, chunk_tokens, EXACT_HALVES)
         workspace += division.num_bytes(layout, chunk_tokens, EXACT_HALVES)
         if costs.kv_dtype in ("q8", "q4"):  # which torch dequantizes for prompts

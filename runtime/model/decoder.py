@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_pack.runtime.model import caches, kv_cache, layers, passes
+from moe_pack.runtime.model import caches, choosing, kv_cache, layers, passes
 from moe_pack.runtime.model.compute.operations import NativeOperations
 from moe_pack.runtime.model.compute.weights import Weights
 from moe_pack.runtime.model.layer_calls import LayerCalls
@@ -35,6 +35,7 @@ class Decoder(passes.SequencePasses):
     """
 
     most_logits: int | None = None  # the most tokens whose logits are computed at once; None: any number
+    chooser: choosing.Chooser | None = None  # None: tokens are chosen on the host
 
     def __init__(
         self,

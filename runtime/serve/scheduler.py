@@ -30,7 +30,7 @@ from moe_pack.formats.base import errors
 from moe_pack.runtime import sampling
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.engine.options import check_sampling
-from moe_pack.runtime.model import Decoder, kv_cache
+from moe_pack.runtime.model import Decoder, choosing, kv_cache
 from moe_pack.runtime.serve import requests
 from moe_pack.runtime.serve.memory import EngineMemory, MemoryState
 from moe_pack.runtime.serve.sessions import SessionStore
@@ -105,10 +105,20 @@ class Job:
         self._sampler = runtime.Sampler(request.sampling, request.prompt_ids, request.grammar)
         self._text = AnswerText(text.stream(list(request.prompt_ids), request.keeps_special), request.stop)
 
-    def take(self, logits: Tensor, is_full: bool) -> requests.EndReason | None:
+    @property
+    def left_tokens(self) -> int:
+        """How many tokens the answer may still get."""
+        return self.request.max_tokens - self.completion_tokens
+
+    def choice(self) -> choosing.Choice | None:
+        """Returns how tokens are chosen, for a decoder that does it; None if logits or a grammar are needed."""
+        assert self._sampler is not None, "it was started"
+        return None if self.request.top_logprobs is not None else self._sampler.choice()
+
+    def take(self, logits: Tensor | int, is_full: bool) -> requests.EndReason | None:
         """Chooses a token from logits float32 [vocabulary] and reports it; returns why the answer ends, or None.
 
-        Args:    is_full: whether the context has no place for the token.
+        Args:    logits: or the token, if the decoder has chosen.   is_full: whether the context has no place for it.
         """
         assert self._sampler is not None and self._text is not None, "it was started"
         request = self.request
@@ -117,12 +127,16 @@ class Job:
             self.scores = None
         if not request.max_tokens:
             return "length"
-        token = self._sampler.choose(logits)
+        if isinstance(logits, int):
+            token = logits
+            self._sampler.accept(token)
+        else:
+            token = self._sampler.choose(logits)
         if self.completion_tokens == 0:
             self._first_token = time.perf_counter()
         self.completion_tokens += 1
         logprob = None
-        if request.top_logprobs is not None:
+        if request.top_logprobs is not None and not isinstance(logits, int):
             logprob = self._sampler.logprobs(logits, token, request.top_logprobs)
         if token in request.end_ids:
             if logprob is not None and request.prompt_logprobs is not None:
@@ -132,7 +146,7 @@ class Job:
         self.next_token = token
         if self._text.stop is not None:
             return "stop"
-        return "length" if self.completion_tokens >= request.max_tokens or is_full else None
+        return "length" if self.left_tokens <= 0 or is_full else None
 
     def end(self, reason: requests.EndReason, message: str = "") -> None:
         """Reports the end of the request."""
@@ -563,10 +577,15 @@ class BatchScheduler:
     def _decode(self, slots: list[Slot]) -> None:
         """Appends the chosen token to each slot's sequence, and chooses the next one."""
         began = time.perf_counter()
-        jobs = [slot.job for slot in slots]
-        tokens = [job.next_token for job in jobs if job is not None and job.next_token is not None]
+        jobs = [slot.job for slot in slots if slot.job is not None]
+        tokens = [job.next_token for job in jobs if job.next_token is not None]
+        chooser, sequences = self._decoder.chooser, [slot.sequence for slot in slots]
+        rows = choosing.chosen_rows(chooser, sequences, tokens, [job.choice() for job in jobs])
+        if chooser is not None and rows is not None:
+            self._decode_chosen(slots, chooser, rows)
+            return
         try:
-            logits = self._decoder.extend_each([slot.sequence for slot in slots], tokens)
+            logits = self._decoder.extend_each(sequences, tokens)
         except errors.MoePackError as fault:
             for slot in slots:
                 self._end(slot, "error", str(fault))
@@ -574,6 +593,34 @@ class BatchScheduler:
         for slot, row in zip(slots, logits, strict=True):
             self._choose(slot, row, slot.sequence.num_tokens)
         self._note_step(began)
+
+    def _decode_chosen(self, slots: list[Slot], chooser: choosing.Chooser, rows: Sequence[choosing.ChosenRow]) -> None:
+        """Does the same, token by token, where the decoder chooses: as long as nothing else is to do."""
+        jobs, began = [slot.job for slot in slots], time.perf_counter()
+
+        def goes_on() -> bool:
+            with self._changed:
+                is_admitting = bool(self._waiting) and any(slot.job is None for slot in self.slots)
+                if self._is_closing or is_admitting or any(job.is_cancelled for job in self._waiting):
+                    return False
+            if self._owed_s <= 0 and any(slot.state == "prefill" for slot in self.slots):
+                return False
+            return all(
+                slot.job is job and job is not None and not job.is_cancelled and job.left_tokens > 1
+                for slot, job in zip(slots, jobs, strict=True)
+            )
+
+        try:
+            for tokens in chooser.steps(rows, goes_on):
+                for slot, job, token in zip(slots, jobs, tokens, strict=True):
+                    if slot.job is job:
+                        self._choose(slot, token, slot.sequence.num_tokens)
+                self._note_step(began)
+                began = time.perf_counter()
+        except errors.MoePackError as fault:
+            for slot, job in zip(slots, jobs, strict=True):
+                if slot.job is job:
+                    self._end(slot, "error", str(fault))
 
     def _decode_drafted(self, slot: Slot, drafts: Drafts) -> None:
         """Does the same for one slot, with a draft behind its token."""
@@ -586,7 +633,7 @@ class BatchScheduler:
 
         try:
             drafts.begin(job)
-            most = job.request.max_tokens - job.completion_tokens
+            most = job.left_tokens
             drafts.advance(self._decoder, slot.sequence, job.next_token, most, take)
         except errors.MoePackError as fault:
             self._end(slot, "error", str(fault))
@@ -600,8 +647,11 @@ class BatchScheduler:
             self._totals.decode_s += seconds
             self._totals.decode_steps += 1
 
-    def _choose(self, slot: Slot, logits: Tensor, num_tokens: int) -> None:
-        """Chooses the token after the first `num_tokens` of a slot's sequence, and ends the request if it is over."""
+    def _choose(self, slot: Slot, logits: Tensor | int, num_tokens: int) -> None:
+        """Chooses the token after the first `num_tokens` of a slot's sequence, and ends the request if it is over.
+
+        Args:    logits: or the token, if the decoder has chosen.
+        """
         job = slot.job
         assert job is not None, "a slot at work"
         before = job.completion_tokens

@@ -40,6 +40,7 @@ from gpu.packs import FLOE, MIXTRAL, QWEN3, QWEN36, SKEW
 from gpu.roofline import (
     ATTEND_S,
     ATTEND_TILE_S,
+    CHAINED_TOKEN_S,
     CHOICE_S,
     CONTEXT_TOKENS,
     CPU_RATES,
@@ -50,6 +51,7 @@ from gpu.roofline import (
     Misses,
     Setup,
     Subject,
+    choice_s,
     kernel_times,
     moved_bytes,
     predict,
@@ -259,12 +261,16 @@ def _assumptions() -> Iterator[str]:
             "over the link, 0.6 us for the CPU, and 1 us for the GPU's look at the answer. Calls of a function by the "
             "driver, which came before, took 24.2 us.",
             f"- Attention and the router of a layer take {1e6 * (ATTEND_S + ATTEND_TILE_S + ROUTE_S):.1f} us in "
-            f"addition, and a token {1e6 * TOKEN_S:g} us: its start and end, and the choice of the next one. Both are "
-            "what the H200's tokens leave.",
+            "addition, which the H200's tokens leave. Where the host chose tokens, as in all that was measured, a "
+            f"token's start and end, and the choice of the next one, took {1e6 * TOKEN_S:g} us more.",
+            "- The GPU chooses tokens. By top-p that takes at most "
+            f"{1e6 * (choice_s('H200', 151_936, 1) + 3 * START_S):.0f} us on an H200 at a vocabulary of 151,936, and a "
+            "pass that waits behind another one "
+            f"{1e6 * CHAINED_TOKEN_S:g} us to start: both are assumed from latencies, not measured.",
             f"- Of several rows, tokens are of different texts, and choose experts independently. A weight takes "
             f"{INSTRUCTIONS:g} instructions of a thread; a further row adds {ROW_INSTRUCTIONS:g} in dense matrices, "
-            "which are decoded once, and all of them in experts, which each row decodes. The host chooses the rows' "
-            f"tokens one after the other, in {1e9 * CHOICE_S:.1f} ns for each entry of the vocabulary.",
+            "which are decoded once, and all of them in experts, which each row decodes. The host verifies drafts one "
+            f"after the other, in {1e9 * CHOICE_S:.1f} ns for each entry of the vocabulary.",
             f"- The CPU computes its share at {rates_text}: two thirds of two channels of DDR5-5600 (89.6 GB/s), and "
             "three quarters of two channels of DDR4-3200 (51.2 GB/s).",
             f"- Attention reads the keys and values of {CONTEXT_TOKENS:,} tokens in bfloat16. Partial sums are written "

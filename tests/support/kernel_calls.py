@@ -10,7 +10,7 @@ from triton.runtime.driver import driver
 from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, NeuronFunction, RouterSpec, Selector, part_format
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.formats.parts import LatentSpec
-from moe_pack.runtime.gpu.kernels import attention, grouped, halves, predict, pull, tables
+from moe_pack.runtime.gpu.kernels import attention, grouped, halves, predict, pull, sampling, tables
 from moe_pack.runtime.gpu.kernels.attention import entering
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, ask, norm, reduce
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
@@ -251,6 +251,7 @@ def token_calls() -> Iterator[Call]:
         yield f"route {dtype} d7168", partial(_route, ROUTERS[3], 7168, dtype)
     for num_experts, k in ((128, 8), (256, 8)):
         yield f"predict {num_experts}", partial(_predict, num_experts, k)
+    yield "choose", _choose
 
 
 def _attend(
@@ -309,6 +310,14 @@ def _reduce(k: int, num_sums: int, d: int) -> None:
         x = torch.empty(num_tokens, d)
         reduce(partials, weights, x, residual=x)
         reduce(partials, weights, x, pulled=partials, host=x, residual=x, shared=x)
+
+
+def _choose() -> None:
+    """Tokens of two rows from a vocabulary of 151,936."""
+    control = torch.zeros((3, 2), dtype=torch.int32)
+    memory = sampling.ChoiceMemory.allocate(torch.empty(2, 151_936), control[2], 2)
+    sampling.enter_rows(control, torch.zeros(memory.options.shape, dtype=torch.float64), memory, control)
+    sampling.choose(memory, control[0], 2)
 
 
 def _predict(num_experts: int, k: int) -> None:

@@ -290,6 +290,7 @@ def _watched(watch: Watch, owner: type, name: str, patch: pytest.MonkeyPatch) ->
 def _watch_engines(watch: Watch, patch: pytest.MonkeyPatch) -> None:
     """Looks on while an engine is made and runs."""
     from moe_pack.runtime.gpu.prefill import GpuWeights
+    from moe_pack.runtime.gpu.token.choice import ChoosingSteps, TokenChoice
     from moe_pack.runtime.gpu.token.decoder import GpuDecoder
     from moe_pack.runtime.gpu.token.engine import GpuEngine
 
@@ -320,7 +321,8 @@ def _watch_engines(watch: Watch, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GpuDecoder, "launch", launch_captured)
     for owner, name in ((GpuEngine, "tune"), (GpuWeights, "run_experts"), (GpuDecoder, "logits"),
                         (GpuDecoder, "extend"), (GpuDecoder, "append"), (GpuDecoder, "extend_each"),
-                        (GpuDecoder, "verify"), (GpuDecoder, "keep")):  # fmt: skip
+                        (GpuDecoder, "verify"), (GpuDecoder, "keep"), (TokenChoice, "begin"),
+                        (ChoosingSteps, "_launch"), (ChoosingSteps, "_end")):  # fmt: skip
         _watched(watch, owner, name, patch)
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -16,11 +17,13 @@ from moe_pack.runtime.gpu.kernels import tables
 from moe_pack.runtime.gpu.placements import NUM_TURNS
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.token import step as token_step
+from moe_pack.runtime.gpu.token.choice import ChoosingSteps, TokenChoice
 from moe_pack.runtime.gpu.token.layers import LayerBuffers, TokenLayers
 from moe_pack.runtime.gpu.token.rows import TokenCaches
 from moe_pack.runtime.gpu.token.stages import RowEntry, Stages
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model import Decoder, caches, kv_cache, passes
+from moe_pack.runtime.model.choosing import Choice
 from moe_pack.runtime.offload.split import fastest_share
 
 _WARMING_TOKENS, _TUNED_TOKENS = 2, 7  # for each share that is tried
@@ -117,8 +120,13 @@ class GpuDecoder(Decoder):
         layers = {n: TokenLayers(weights, token_caches, angles, buffers, n) for n in range(1, num_rows + 1)}
         self._step = token_step.TokenStep(weights, layers, inputs, _num_sms(device))
         self._counts = _TokenCounts(weights.memory, self._step, inputs)
-        self._control = torch.zeros(buffers.control.shape, dtype=torch.int32, pin_memory=self._is_cuda)
-        self._logits = torch.zeros(buffers.logits.shape, pin_memory=self._is_cuda)
+        shape = (NUM_TURNS, *buffers.control.shape)
+        self._control = torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._logits, self._choice = buffers.logits, None  # without a head there are none, and no choice
+        if weights.ends:
+            self._choice = TokenChoice(buffers.logits, buffers.control, num_sequences)
+            self._logits = self._choice.host_logits
+            self.chooser = ChoosingSteps(self, self._choice)
         # By the number of rows, and the turn.
         self._runs: dict[tuple[int, int], Callable[[], None]] = {
             (n, turn): partial(self.launch, turn, n) for n in layers for turn in range(NUM_TURNS)
@@ -127,7 +135,7 @@ class GpuDecoder(Decoder):
         self._plain_runs: dict[tuple[int, int], Callable[[], None]] = {}
         if self._step.prefetch is not None and inputs.prediction is not None and inputs.prediction.is_tried:
             self._plain_runs = {key: run for key, run in self._runs.items() if key[0] == 1}
-        self._turn = 0
+        self._turn, self._num_running = 0, 0  # of the oldest pass that runs, or the next one; passes that run
         self.own_sequences, self.queues, self.begins = self.sequences, inputs.queues, weights.begins
         self._own_of: dict[int, kv_cache.CachedSequence] = {}  # of a whole model's sequences
         self._decoders: tuple[GpuDecoder, ...] = (self,)  # of all stages, the last one is this
@@ -204,7 +212,7 @@ class GpuDecoder(Decoder):
     def launch_all(self) -> None:
         """Launches passes of several rows of the first sequence, from its beginning on, which is forgotten."""
         self._control.zero_()
-        self._control[1] = torch.arange(self._num_rows) % self.cache.context_tokens
+        self._control[:, 1] = torch.arange(self._num_rows) % self.cache.context_tokens
         for number in range(2, self._num_rows + 1):
             self.launch(0, number)
         self.reset()
@@ -354,7 +362,7 @@ class GpuDecoder(Decoder):
         """
         entries, new = list[RowEntry](), dict[int, list[int]]()
         for sequence, token in rows:
-            slot = self._slot_of[id(sequence)]
+            slot = self.slot_of(sequence)
             own = new.setdefault(slot, [])
             entries.append(RowEntry(token, sequence.num_tokens + len(own), slot))
             own.append(token)
@@ -363,16 +371,47 @@ class GpuDecoder(Decoder):
         try:
             self._stages.run_rows(entries)
         except BaseException:
-            for slot in new:
-                passes.keep_what_is_whole(self.sequences[slot].cache, self.sequences[slot].num_tokens)
+            self.abandon([self.sequences[slot] for slot in new])
             raise
-        self._end_rows(new)
+        self.enter_new(new)
         return self._logits[: len(rows)]
 
-    def launch_rows(self, entries: Sequence[RowEntry]) -> None:
-        """Launches rows through this decoder's own layers."""
-        self._control[:, : len(entries)] = torch.tensor(entries).T
-        self._runs[len(entries), self._turn]()
+    def launch_rows(self, entries: Sequence[RowEntry], choices: Sequence[Choice] | None = None) -> None:
+        """Launches rows through this decoder's own layers.
+
+        Args:    choices: how the next token of each row is chosen; None: by the host.
+        """
+        turn = (self._turn + self._num_running) % NUM_TURNS
+        self._control[turn, :, : len(entries)] = torch.tensor(entries).T
+        if self._choice is not None:
+            self._choice.set_choices(turn, choices)
+        self._runs[len(entries), turn]()
+        self._num_running += 1
+
+    def abandon(self, sequences: Sequence[kv_cache.CachedSequence]) -> None:
+        """Waits for passes of which one has failed, and cuts their sequences back; forgets faults of the others."""
+        for decoder in self._decoders:
+            with decoder.queues.current():
+                decoder.wait()
+            decoder._num_running = 0
+            if decoder._inputs.share is not None:
+                with suppress(Exception):
+                    decoder._inputs.share.check()
+        for sequence in sequences:
+            passes.keep_what_is_whole(sequence.cache, sequence.num_tokens)
+
+    def can_chain(self, num_rows: int) -> bool:
+        """Whether so many rows fit into a pass, which may begin before the host has read what the one before chose."""
+        return num_rows <= self._num_rows and len(self._decoders) == 1
+
+    def slot_of(self, sequence: kv_cache.CachedSequence) -> int:
+        """Returns the number of one of the sequences."""
+        return self._slot_of[id(sequence)]
+
+    @property
+    def turn(self) -> int:
+        """The turn of the oldest pass that runs."""
+        return self._turn
 
     def wait(self) -> None:
         """Waits for all that was launched: the only wait for a pass, whose logits are returned.
@@ -387,7 +426,7 @@ class GpuDecoder(Decoder):
         if self._inputs.share is not None:
             self._inputs.share.check()
         self._counts.add(self._turn, num_rows)
-        self._turn = 1 - self._turn
+        self._turn, self._num_running = 1 - self._turn, self._num_running - 1
 
     def hidden(self, num_rows: int) -> Tensor:
         """The hidden states [T, w] of rows after this decoder's own layers."""
@@ -398,7 +437,7 @@ class GpuDecoder(Decoder):
         assert self._step.received is not None, "there are layers before"
         return self._step.received.rows[:num_rows]
 
-    def _end_rows(self, new: dict[int, list[int]]) -> None:
+    def enter_new(self, new: dict[int, list[int]]) -> None:
         """Counts the new tokens of each slot, and shows their hidden states to a sequence's follower."""
         row = 0
         for slot, tokens in new.items():
@@ -413,10 +452,13 @@ class GpuDecoder(Decoder):
     def launch(self, turn: int, num_rows: int = 1) -> None:
         """Launches the rows in the control memory; a graph repeats it."""
         buffers = self._buffers
-        buffers.control.copy_(self._control, non_blocking=True)
+        if self._choice is None:
+            buffers.control.copy_(self._control[turn], non_blocking=True)
+        else:
+            self._choice.enter(turn, self._control[turn])
         self._step.run(turn, num_rows)
-        if self._gpu_weights.ends:
-            self._logits[:num_rows].copy_(buffers.logits[:num_rows], non_blocking=True)
+        if self._choice is not None:
+            self._choice.launch(turn, num_rows)
 
 
 def _num_sms(device: torch.device) -> int:

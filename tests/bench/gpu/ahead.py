@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpu.launches import TokenLaunches
-from gpu.roofline import NUM_SMS, Launches, Rates, Subject, moved_bytes, rates_of
+from gpu.roofline import NUM_SMS, Launches, Rates, Subject, end_s, moved_bytes, rates_of
 
 _STEPS = 200  # of the bytes ahead, of which the best number is taken
 
@@ -56,8 +56,8 @@ class Times:
         attention = launches.layer * rates.layer_launch_s + rates.latency_s + moved.attention / rates.memory
         attention += moved.dense / rates.read.dense
         serial = attention + 2 * partials + float(moved.select.mean()) / rates.read.select
-        once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.read.head
-        once += 4 * subject.layout.spec.vocab_size / rates.link
+        once = launches.others * rates.launch_s + subject.head_bytes / rates.read.head
+        once += end_s(gpu, subject.layout.spec.vocab_size)
         cpu_s = rates.call_s + launches.cpu * rates.launch_s
         link_s = launches.link * rates.launch_s + partials
         return cls(once, len(subject.layout.experts), serial, attention, float(moved.here.mean()), rates, cpu_s, link_s)

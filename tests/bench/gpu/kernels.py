@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from support.chosen_tokens import ChosenTokens, described
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
@@ -26,6 +27,7 @@ from gpu.measuring import ByteClock, Clock, Results, Timed, copies_beyond, repea
 from moe_pack.convert.synthetic import WeightDistribution, random_rows, random_stream
 from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, part_format
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.runtime.engine.options import SamplingOptions
 from moe_pack.runtime.gpu.fit import EXACT_HALVES, FAST_HALVES, Slicing
 from moe_pack.runtime.gpu.kernels import grids, matmul, neurons, tables
 from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, RowPositions, View, attend, splits
@@ -36,6 +38,7 @@ from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemv
 from moe_pack.runtime.gpu.kernels.rows import num_partials, part_of
 from moe_pack.runtime.gpu.kernels.tables import Landing, LayerTables, LeftToCpu, RunningNeurons, kind_of
 from moe_pack.runtime.model.caches import RowStorage
+from moe_pack.runtime.sampling import Sampler
 
 _GROUP = 64
 _RECORD_BITS = 4  # of records and dense matrices
@@ -227,6 +230,7 @@ def _operations(
     num_copies = copies_beyond(clock.l2_bytes, cache_bytes)
     caches = torch.randn((num_copies, 2, model.kv_heads, context, model.head_dim), device=device)
     yield _Operation(f"attend {context}", cache_bytes, _attends(rows.encode(caches), rows, model.heads), num_copies)
+    yield _Operation("choose by top-p", 4 * model.vocabulary, _chooses(model.vocabulary, device), 1)
 
 
 def _multiply(x: Tensor, copies: list[StoredRows], y: Tensor, number: int) -> None:
@@ -281,6 +285,15 @@ def _attends(caches: Tensor, rows: RowStorage, heads: int) -> Callable[[int], No
         attend(q, (caches[number, :1], caches[number, 1:]), at, view, workspace, out, rows=(rows, rows))
 
     return attend_once
+
+
+def _chooses(vocab_size: int, device: torch.device) -> Callable[[int], None]:
+    """The choice of one row's token."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn((1, vocab_size), generator=draw).to(device)
+    chosen, sampler = ChosenTokens(logits), Sampler(SamplingOptions(temperature=0.8, top_p=0.95, seed=0))
+    chosen.next(described([sampler]))
+    return lambda number: chosen.choice.launch(0, 1)
 
 
 def _time(results: Results, timer: ByteClock, model: Model, operation: _Operation, scale: float) -> None:

@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.flights import (
+    CLOCK,
     COPY_SHARE,
     DEPENDENT_CAPABILITY,
     DEPENDENT_START_S,
+    LATENCY_S,
     SMS,
     START_S,
     Grids,
@@ -58,6 +60,16 @@ ROUTE_S = 2.6e-6  # likewise of a router: launches take 3.7 us with 8 experts, 5
 TOKEN_S = 500e-6
 # The choice of another row's token on the host, for each entry of the vocabulary: 0.29 ms of 151,936 (ibid., greedy).
 CHOICE_S = 1.9e-9
+# Assumed of passes whose tokens the GPU chooses, not measured: the start of a graph that waits behind another one. The
+# host's own work for a token comes while the next one runs.
+CHAINED_TOKEN_S = 10e-6
+# Assumed of the choice: bytes that its two launches over the whole GPU move for each entry of the vocabulary, and
+# float64 instructions of an exponential. Of the launch with one program for each row: the bytes that it has on their
+# way where it adds up, the tokens and the loads one after the other of a step where it looks for one, and the time of a
+# search among bins.
+CHOICE_BYTES, EXP_INSTRUCTIONS, SUM_FLIGHT_BYTES = 28, 25, 3 * 8192
+STEP_TOKENS, STEP_LOADS, BINS_S = 8192, 2, 2e-6
+FLOAT64_LANES = {"RTX 3090": 2, "RTX 4090": 2, "RTX 5090": 2}  # of a multiprocessor; of all others 64
 _DRAWN_TOKENS = 128
 _UNITS_BYTES = 4  # of a row's offset in a table or a list, and of a neuron's number
 
@@ -73,7 +85,6 @@ class Rates:
     launch_s: float = START_S
     layer_launch_s: float = START_S  # of a layer's launches that are not on forks
     call_s: float = CALL_S
-    token_s: float = TOKEN_S
     latency_s: float = ATTEND_S + ATTEND_TILE_S + ROUTE_S  # of a layer's attention, or mixer, and router
 
     @property
@@ -325,9 +336,8 @@ def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches], 
     f = subject.layout.spec.expert.intermediate_size
     is_split = ~((placement.first_dynamic == f) & placement.has_selector).all(axis=1)
     layers = forks(moved, launches, rates, is_pull, is_split)
-    logits_bytes = 4 * subject.layout.spec.vocab_size
-    once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.read.head
-    once += logits_bytes / rates.link
+    once = end_s(setup.gpu, subject.layout.spec.vocab_size)
+    once += launches.others * rates.launch_s + subject.head_bytes / rates.read.head
     missing = moved.pulled + moved.left + moved.selectors
     needed = missing + moved.here
 
@@ -343,6 +353,24 @@ def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches], 
         link_s=mean(layers.link),
         token_s=once + mean(layers.seconds),
     )
+
+
+def choice_s(gpu: str, vocab_size: int, num_rows: int) -> float:
+    """Returns the seconds of a choice by top-p without the starts of its three launches.
+
+    They are the most: the token that is drawn is the vocabulary's last.
+    """
+    num_sms, memory = NUM_SMS[gpu], COPY_SHARE * GPUS[gpu].memory_rate
+    exps = num_rows * vocab_size * EXP_INSTRUCTIONS / (num_sms * FLOAT64_LANES.get(gpu, 64) * CLOCK[gpu])
+    over_all = num_rows * vocab_size * CHOICE_BYTES / memory + exps
+    sums = 2 * 4 * vocab_size * LATENCY_S / SUM_FLIGHT_BYTES
+    steps = -(-vocab_size // STEP_TOKENS) * STEP_LOADS * LATENCY_S
+    return over_all + sums + steps + 3 * BINS_S
+
+
+def end_s(gpu: str, vocab_size: int, num_rows: int = 1) -> float:
+    """Returns the seconds of a token outside of its layers and launches: the choice, and the start of the next pass."""
+    return CHAINED_TOKEN_S + choice_s(gpu, vocab_size, num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +399,17 @@ def kernel_times(
 
     num_launches = round(num_layers * launches.layer) + launches.others
     starts_s = num_layers * launches.layer * rates.layer_launch_s + launches.others * rates.launch_s
-    logits_bytes, choices_s = 4.0 * num_rows * spec.vocab_size, (num_rows - 1) * CHOICE_S * spec.vocab_size
+    vocab_size, logits_bytes = spec.vocab_size, 4.0 * spec.vocab_size
+    if grids == "waves":
+        ends = [
+            KernelTime("choice of the next tokens, by top-p", None, choice_s(gpu, vocab_size, num_rows)),
+            KernelTime("start of a pass behind another", None, CHAINED_TOKEN_S),
+        ]
+    else:  # as measured: the host chooses
+        ends = [
+            KernelTime("logits to the host, over the link", logits_bytes, logits_bytes / rates.link),
+            KernelTime("start and end of a token, choice of the next", None, TOKEN_S),
+        ]
     mixed = "attention" if spec.mixer is None else "attention and states"
     return [
         moves("dense matrices of layers", num_layers * moved.dense, rates.read.dense),
@@ -382,9 +420,8 @@ def kernel_times(
         moves("neurons: partial sums", num_layers * partials, rates.memory),
         moves("reduce", num_layers * partials, rates.memory),
         moves("head", float(subject.head_bytes), rates.read.head),
-        KernelTime("logits to the host, over the link", logits_bytes, logits_bytes / rates.link),
         KernelTime(f"starts of {num_launches:,} launches and copies", None, starts_s),
-        KernelTime("start and end of a token, choice of the next", None, rates.token_s + choices_s),
+        *ends,
     ]
 
 
@@ -399,7 +436,9 @@ def pulled_pass(subject: Subject, gpu: str, budget_bytes: int, counted: TokenLau
     moved = moved_bytes(subject, placement, subject.runs(), 0.0, NUM_SMS[gpu], num_rows)
     launches, is_split = Launches.of(counted), np.zeros(len(subject.layout.experts), bool)
     layers = forks(moved, launches, rates, True, is_split)
-    once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.read.head
-    once += num_rows * 4 * spec.vocab_size / rates.link + (num_rows - 1) * CHOICE_S * spec.vocab_size
+    once = end_s(gpu, spec.vocab_size)
+    if num_rows > 1:  # the host verifies drafts
+        once = TOKEN_S + num_rows * 4 * spec.vocab_size / rates.link + (num_rows - 1) * CHOICE_S * spec.vocab_size
+    once += launches.others * rates.launch_s + subject.head_bytes / rates.read.head
     pulled = (moved.pulled + moved.selectors).sum(axis=1).mean()
     return once + float(layers.seconds.sum(axis=1).mean()), float(pulled)

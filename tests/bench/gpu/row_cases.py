@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from support.chosen_tokens import EACH, mismatches
 from support.gpu_layers import random_layer
 from support.named_formats import Name, label, named_expert, named_format
 from support.random_experts import Shape, random_rows
@@ -57,6 +58,7 @@ def row_cases(d: int, f: int, is_real: bool) -> Iterator[Case]:
     for num_experts in (8, 128) if is_real else (8,):
         yield case("route", f"{num_experts} experts", partial(_route, num_experts, d))
     yield case("reduce", f"{_K} experts, {d}", partial(_reduce, d))
+    yield Case("choose", "tokens of several rows", partial(_choose, 151_936 if is_real else 1000))
     dtypes: tuple[KvDtype, ...] = ("f32", "bf16", "q8", "q4")
     for dtype in dtypes if is_real else dtypes[1:3]:
         for heads in ((32, 8, 128), (16, 2, 256)) if is_real else ((4, 2, 16),):
@@ -198,6 +200,17 @@ def _attend(sizes: tuple[int, int, int], dtype: KvDtype, num_places: int, device
         return out, q, *(torch.stack([cache[slot, :, place] for slot, place in places]) for cache in caches)
 
     return run
+
+
+def _choose(vocab_size: int, device: torch.device) -> Prepared:
+    """Rows of different options, against the host's choice."""
+    logits, options = 3 * random_values(len(EACH), vocab_size), [replace(each, seed=5) for each in EACH]
+    found = list[str]()
+
+    def launch() -> None:
+        found[:] = mismatches(logits.to(device), options)
+
+    return Prepared(launch, lambda: exact(not found))
 
 
 def _states(sizes: tuple[int, int, int], device: torch.device) -> Run:

@@ -46,7 +46,6 @@ RATES = Rates(
     launch_s=1.0,
     layer_launch_s=0.5,
     call_s=3.0,
-    token_s=0.0,
     latency_s=2.0,
 )
 LAUNCHES = Launches(layer=7, cpu=2, link=1, others=0)

@@ -109,7 +109,7 @@ def width_of(k: Compiled) -> int:
 @pytest.fixture(scope="module")
 def usual() -> list[Compiled]:
     """The usual kernels of a token, compiled in one process: its start takes as long as five of them."""
-    names = "running up w4,running up t6,running mixed up,rotate back d2880,route sigmoid,predict 256"
+    names = "running up w4,running up t6,running mixed up,rotate back d2880,route sigmoid,predict 256,choose"
     return compiled((90,), f"{names},states Qwen3.6,states Jamba", (4, 16, "t6"), (4096,))
 
 
@@ -154,10 +154,12 @@ def test_rotations_stay_in_registers(usual: list[Compiled]) -> None:
     assert found.shared_bytes <= 1024  # a few values between warps, and no stage through memory
 
 
-def test_routers_and_predictions_compile(usual: list[Compiled]) -> None:
+def test_routers_predictions_and_choices_compile(usual: list[Compiled]) -> None:
     kernels = ["_rank_kernel"] * 2 + ["_add_routes_kernel", "_score_paths_kernel", "_enter_pulled_kernel"]
     assert [k.kernel for k in of_call(usual, "route sigmoid")] == ["_route_kernel"] * 6 + ["_substitute_kernel"]
     assert [k.kernel for k in of_call(usual, "predict")] == kernels + ["_forget_pulled_kernel"] * 2
+    kernels = ["_enter_kernel", "_prepare_kernel", "_weigh_kernel", "_draw_kernel"]
+    assert [k.kernel for k in of_call(usual, "choose")] == kernels
 
 
 def test_states_of_mixers_stay_in_registers(usual: list[Compiled]) -> None:
