@@ -86,9 +86,10 @@ def _chosen(
             yield token
             continue
         with closing(chooser.steps(rows, goes_on)) as steps:
-            for (token,) in steps:
-                sampler.accept(token)
-                number += 1
+            for (found,) in steps:
+                assert isinstance(found, int), "the decoder chooses"
+                sampler.accept(found)
+                token, number = found, number + 1
                 yield token
 
 

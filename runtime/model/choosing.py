@@ -34,7 +34,7 @@ class ChosenRow(NamedTuple):
 
     sequence: CachedSequence
     token: int
-    choice: Choice
+    choice: Choice | None  # None: the caller chooses
 
 
 class Chooser(Protocol):
@@ -43,11 +43,15 @@ class Chooser(Protocol):
     def can_choose(self, rows: Sequence[ChosenRow]) -> bool:
         """Whether `steps` can take these rows."""
 
-    def steps(self, rows: Sequence[ChosenRow], goes_on: Callable[[], bool]) -> Generator[list[int], None, None]:
+    def steps(
+        self, rows: Sequence[ChosenRow], goes_on: Callable[[], bool]
+    ) -> Generator[list[int | Tensor], None, None]:
         """Appends tokens to sequences, and yields the next token of each: of the first pass, the second, and so on.
 
-        A pass begins before the tokens of the one before are yielded. So a sequence whose answer ends with a yielded
-        token may have that token too. When the iterator ends, or is closed, no pass runs.
+        Where the caller chooses for a row, the first pass is the only one, and the row's logits float32 [V] are yielded
+        in place of a token; they are valid until the next pass. Else a pass begins before the tokens of the one before
+        are yielded. So a sequence whose answer ends with a yielded token may have that token too. When the iterator
+        ends, or is closed, no pass runs.
         Args:    rows: of different sequences; each token is appended in the first pass.   goes_on: is asked before
                  another pass begins, while one runs: whether a token is needed after the one that it brings.
         Raises:  RunError as `Decoder.extend`.
@@ -57,15 +61,11 @@ class Chooser(Protocol):
 def chosen_rows(
     chooser: Chooser | None, sequences: Sequence[CachedSequence], ids: Sequence[int], choices: Sequence[Choice | None]
 ) -> list[ChosenRow] | None:
-    """Returns the rows of sequences, if a chooser takes all of them; None if the host has to choose.
+    """Returns the rows of sequences, if a chooser takes them; None if it does not, or the host has to choose for all.
 
     Args:    ids: the token to append to each.   choices: None for a sequence whose tokens the host has to choose.
     """
-    if chooser is None or None in choices:
+    if chooser is None or not any(choices):
         return None
-    rows = [
-        ChosenRow(sequence, token, choice)
-        for sequence, token, choice in zip(sequences, ids, choices, strict=True)
-        if choice is not None
-    ]
+    rows = [ChosenRow(*each) for each in zip(sequences, ids, choices, strict=True)]
     return rows if chooser.can_choose(rows) else None

@@ -66,10 +66,10 @@ class TokenChoice:
         """The logits of rows whose tokens the host chooses, float32 [R, V] in host memory."""
         return self.memory.host_logits
 
-    def set_choices(self, turn: int, choices: Sequence[Choice] | None) -> None:
-        """Sets how the tokens of a turn's rows are chosen; None: the host chooses."""
-        by_host = [sampling.BY_HOST] * len(self._tokens[turn])
-        rows = by_host if choices is None else list(map(row_options, choices))
+    def set_choices(self, turn: int, choices: Sequence[Choice | None] | None) -> None:
+        """Sets how the tokens of a turn's rows are chosen; None: the host chooses, for all rows or one."""
+        choices = [None] * len(self._tokens[turn]) if choices is None else choices
+        rows = [sampling.BY_HOST if choice is None else row_options(choice) for choice in choices]
         self._options[turn, : len(rows)] = torch.tensor(rows, dtype=torch.float64)
 
     def enter(self, turn: int, control: Tensor) -> None:
@@ -112,7 +112,7 @@ class RowPasses(Protocol):
     def slot_of(self, sequence: CachedSequence) -> int:
         """Returns the number of one of the sequences."""
 
-    def launch_rows(self, entries: Sequence[RowEntry], choices: Sequence[Choice] | None = None) -> None:
+    def launch_rows(self, entries: Sequence[RowEntry], choices: Sequence[Choice | None] | None = None) -> None:
         """Launches a pass of rows."""
 
     def end_rows(self, num_rows: int) -> None:
@@ -138,23 +138,27 @@ class ChoosingSteps:
         return self._decoder.can_chain(len(rows)) and all(
             row.sequence.follower is None
             and self._has_room(row)
-            and (row.choice.bias is None or int(row.choice.bias[0].max()) < vocab_size)
+            and (row.choice is None or row.choice.bias is None or int(row.choice.bias[0].max()) < vocab_size)
             for row in rows
         )
 
-    def steps(self, rows: Sequence[ChosenRow], goes_on: Callable[[], bool]) -> Generator[list[int], None, None]:
+    def steps(
+        self, rows: Sequence[ChosenRow], goes_on: Callable[[], bool]
+    ) -> Generator[list[int | Tensor], None, None]:
         """Yields the tokens of each pass, as `Chooser` says."""
+        choosing = [(row, row.choice) for row in rows if row.choice is not None]
         with torch.inference_mode(), self._decoder.queues.current():
-            for row in rows:
-                self._choice.begin(self._decoder.slot_of(row.sequence), row.choice)
+            for row, choice in choosing:
+                self._choice.begin(self._decoder.slot_of(row.sequence), choice)
         tokens = [row.token for row in rows]
         self._launch(rows, tokens)
         try:
             while self._ends:
-                if all(map(self._has_room, rows)) and goes_on():
+                if len(choosing) == len(rows) and all(map(self._has_room, rows)) and goes_on():
                     self._launch(rows, [_CHOSEN] * len(rows))
                 tokens = self._end(rows, tokens)
-                yield tokens
+                found = zip(rows, tokens, self._choice.host_logits[: len(rows)], strict=True)
+                yield [logits if row.choice is None else token for row, token, logits in found]
         finally:
             while self._ends:  # the caller has left
                 tokens = self._end(rows, tokens)

@@ -376,10 +376,10 @@ class GpuDecoder(Decoder):
         self.enter_new(new)
         return self._logits[: len(rows)]
 
-    def launch_rows(self, entries: Sequence[RowEntry], choices: Sequence[Choice] | None = None) -> None:
+    def launch_rows(self, entries: Sequence[RowEntry], choices: Sequence[Choice | None] | None = None) -> None:
         """Launches rows through this decoder's own layers.
 
-        Args:    choices: how the next token of each row is chosen; None: by the host.
+        Args:    choices: how the next token of each row is chosen; None: by the host, for one or all.
         """
         turn = (self._turn + self._num_running) % NUM_TURNS
         self._control[turn, :, : len(entries)] = torch.tensor(entries).T

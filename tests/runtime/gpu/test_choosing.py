@@ -150,17 +150,24 @@ def served(decoder: GpuDecoder, requests: Sequence[Request]) -> list[Answer]:
         return [answer.wait() for answer in answers]
 
 
-def test_requests_that_come_and_go_get_the_tokens_of_the_host(packed: Path) -> None:
+def test_requests_that_come_and_go_get_the_tokens_of_the_host(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, with a grammar and with log-probabilities, need the host."""
     lengths = (3, 7, 4, 8, 3, 5, 2)
     requests = [
         Request(tuple(prompt(number)), replace(options, seed=number), length, frozenset(),
                 grammar=OnlySome() if number == 4 else None, top_logprobs=2 if number == 5 else None)
         for number, (options, length) in enumerate(zip(EACH, lengths, strict=True))
     ]  # fmt: skip
+    by_hand = list[Sampler]()
+    choose = Sampler.choose
     with gpu_decoder(packed, RESIDENT) as decoder:
-        found = served(decoder, requests)
+        with monkeypatch.context() as patched:
+            patched.setattr(Sampler, "choose", lambda self, logits: by_hand.append(self) or choose(self, logits))
+            found = served(decoder, requests)
         by_host(decoder)
         expected = served(decoder, requests)
+    # Of the others only the token after the prompt.
+    assert sorted(by_hand.count(each) for each in set(by_hand)) == [1] * 5 + [3, 5]
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
     assert [len(answer.tokens) for answer in found] == list(lengths)
 
