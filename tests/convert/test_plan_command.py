@@ -207,10 +207,10 @@ def test_the_memory_a_plan_names_is_what_moe_run_allocates(source: Path, profile
         found = engine.plan
         assert found is not None and found.num_pages < expert_pages(pack.layout, found.page_bytes).sum()
         assert memory == {
-            "dense weights": found.dense,
-            "key-value cache": found.cache,
-            "workspace": found.workspace,
-            "predictors": found.predictors,
+            "dense weights": found.fixed.dense,
+            "key-value cache": found.fixed.cache,
+            "workspace": found.fixed.workspace,
+            "predictors": found.fixed.predictors,
             "resident selectors": found.selectors,
             "pages of experts": found.arena,
             "left over": found.left,
