@@ -362,7 +362,8 @@ def _hidden_kernel(
         a = h
     threshold = tl.load(thresholds_ptr + tl.load(order_ptr + first_place + place))
     h = tl.where(runs(a, threshold), h, 0.0) * tl.load(decoded.factors + 2 * g * n + row)[:, None]
-    places = hidden_ptr + pair.to(tl.int64)[None, :] * n + r[:, None]
+    # From the first pair on, places have 32 bits, which take half as many registers.
+    places = hidden_ptr + begin.to(tl.int64) * n + ((pair - begin)[None, :] * n + r[:, None])
     tl.store(places, h, mask=(r < n)[:, None] & (t < count)[None, :])
 
 
