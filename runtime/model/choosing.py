@@ -48,7 +48,7 @@ class Chooser(Protocol):
     ) -> Generator[list[int | Tensor], None, None]:
         """Appends tokens to sequences, and yields the next token of each: of the first pass, the second, and so on.
 
-        Where the caller chooses for a row, the first pass is the only one, and the row's logits float32 [V] are yielded
+        If the caller chooses for a row, the first pass is the only one, and the row's logits float32 [V] are yielded
         in place of a token; they are valid until the next pass. Else a pass begins before the tokens of the one before
         are yielded. So a sequence whose answer ends with a yielded token may have that token too. When the iterator
         ends, or is closed, no pass runs.
