@@ -52,8 +52,8 @@ class Chooser(Protocol):
         in place of a token; they are valid until the next pass. Else a pass begins before the tokens of the one before
         are yielded. So a sequence whose answer ends with a yielded token may have that token too. When the iterator
         ends, or is closed, no pass runs.
-        Args:    rows: of different sequences; each token is appended in the first pass.   goes_on: is asked before
-                 another pass begins, while one runs: whether a token is needed after the one that it brings.
+        Args:    rows: of different sequences; each token is appended in the first pass.   goes_on: returns
+                 whether a token is needed after the one that the running pass brings; then another pass begins.
         Raises:  RunError as `Decoder.extend`.
         """
 

@@ -118,7 +118,7 @@ class Job:
     def take(self, logits: Tensor | int, is_full: bool) -> requests.EndReason | None:
         """Chooses a token from logits float32 [vocabulary] and reports it; returns why the answer ends, or None.
 
-        Args:    logits: or the token, if the decoder has chosen.   is_full: whether the context has no place for it.
+        Args:    logits: or the token that the decoder has chosen.   is_full: whether the context has no place for it.
         """
         assert self._sampler is not None and self._text is not None, "it was started"
         request = self.request
@@ -595,7 +595,7 @@ class BatchScheduler:
         self._note_step(began)
 
     def _decode_chosen(self, slots: list[Slot], chooser: choosing.Chooser, rows: Sequence[choosing.ChosenRow]) -> None:
-        """Does the same, token by token, where the decoder chooses: as long as nothing else is to do."""
+        """Does the same with a decoder that chooses, pass after pass, until there is other work."""
         jobs, began = [slot.job for slot in slots], time.perf_counter()
 
         def goes_on() -> bool:
@@ -650,7 +650,7 @@ class BatchScheduler:
     def _choose(self, slot: Slot, logits: Tensor | int, num_tokens: int) -> None:
         """Chooses the token after the first `num_tokens` of a slot's sequence, and ends the request if it is over.
 
-        Args:    logits: or the token, if the decoder has chosen.
+        Args:    logits: or the token that the decoder has chosen.
         """
         job = slot.job
         assert job is not None, "a slot at work"

@@ -70,6 +70,7 @@ _RIGHT = (0.6, 0.8, 0.99)  # of records that are pulled ahead; 99% in the packs 
 # By policy, of what it predicts the share that its paper found right: experts, times neurons where it says so, else
 # CORM's 0.8 of these. FloE Fig. 4, CORM Fig. 5, EdgeMoE Fig. 8, importance Fig. 18.
 _PAPERS_RIGHT = {"floe": 0.88 * 0.95, "corm": 0.85 * 0.8, "edgemoe": 0.87 * 0.8, "importance": 0.95 * 0.8}
+_CHOOSING = ("H200", "RTX 3090")
 _CALLS_S = (24e-6, 6e-6, CALL_S)
 _SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
 _MEASURED_HOST = 17e9  # bytes a second
@@ -264,8 +265,8 @@ def _assumptions() -> Iterator[str]:
             "addition, which the H200's tokens leave. Where the host chose tokens, as in all that was measured, a "
             f"token's start and end, and the choice of the next one, took {1e6 * TOKEN_S:g} us more.",
             "- The GPU chooses tokens. By top-p that takes at most "
-            f"{1e6 * (choice_s('H200', 151_936, 1) + 3 * START_S):.0f} us on an H200 at a vocabulary of 151,936, and a "
-            "pass that waits behind another one "
+            + " and ".join(f"{1e6 * (choice_s(gpu, 151_936, 1) + 3 * START_S):.0f} us on an {gpu}" for gpu in _CHOOSING)
+            + " at a vocabulary of 151,936, and a pass that waits behind another one "
             f"{1e6 * CHAINED_TOKEN_S:g} us to start: both are assumed from latencies, not measured.",
             f"- Of several rows, tokens are of different texts, and choose experts independently. A weight takes "
             f"{INSTRUCTIONS:g} instructions of a thread; a further row adds {ROW_INSTRUCTIONS:g} in dense matrices, "

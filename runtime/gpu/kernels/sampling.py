@@ -10,7 +10,8 @@ The twin is `runtime.sampling.Sampler`: the same steps, the same order of equals
 number, except where rounding decides. Nothing is sorted, and all sums are of integers, so that no order of programs
 changes them. The distance of a logit from the largest one, divided by the temperature, is in units of 2^-26: 31 bits,
 of which one launch finds the upper 11, and two rounds over the row find 10 each. Tokens of one distance are equals. The
-weight is the exponential of minus the distance, in units of 2^-43; it is 0 from 30.5 on, as far as no draw comes.
+weight is the exponential of minus the distance, in units of 2^-43. From a distance of 30.5 on it is 0, and the token is
+never drawn.
 """
 
 from typing import NamedTuple

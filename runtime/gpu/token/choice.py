@@ -54,7 +54,7 @@ class TokenChoice:
         shape = (NUM_TURNS, *self.memory.options.shape)
         self._options = torch.zeros(shape, dtype=torch.float64, pin_memory=is_locked)
         self._tokens = torch.zeros((NUM_TURNS, num_rows), dtype=torch.int32, pin_memory=is_locked)
-        # What sequences did until now goes through these.
+        # Counts and biases of a sequence, on their way to the device.
         self._host_counts = torch.zeros(logits.shape[1], dtype=torch.int32, pin_memory=is_locked)
         self._host_bias = torch.zeros(logits.shape[1], pin_memory=is_locked)
         self._there = control
@@ -85,7 +85,7 @@ class TokenChoice:
         return self._tokens[turn, :num_rows].tolist()
 
     def begin(self, slot: int, choice: Choice) -> None:
-        """Writes what a sequence's tokens did until now, and its biases, to the device, as far as the choice needs it.
+        """Writes how often each token occurred in a sequence, and its biases, to the device, if the choice needs them.
 
         Waits for the device, and allocates nothing there.
         """
@@ -107,7 +107,7 @@ class RowPasses(Protocol):
         """The turn of the oldest pass that runs."""
 
     def can_chain(self, num_rows: int) -> bool:
-        """Whether so many rows fit into a pass, which may begin before the host has read what the one before chose."""
+        """Whether so many rows fit into a pass, and a pass can take its tokens from the one before it."""
 
     def slot_of(self, sequence: CachedSequence) -> int:
         """Returns the number of one of the sequences."""

@@ -401,7 +401,7 @@ class GpuDecoder(Decoder):
             passes.keep_what_is_whole(sequence.cache, sequence.num_tokens)
 
     def can_chain(self, num_rows: int) -> bool:
-        """Whether so many rows fit into a pass, which may begin before the host has read what the one before chose."""
+        """Whether so many rows fit into a pass, and a pass can take its tokens from the one before it."""
         return num_rows <= self._num_rows and len(self._decoders) == 1
 
     def slot_of(self, sequence: kv_cache.CachedSequence) -> int:

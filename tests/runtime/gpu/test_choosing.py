@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_leaves
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.generate import generate
+from moe_pack.runtime.gpu import fit
 from moe_pack.runtime.gpu.cpu_share import PoolShare
+from moe_pack.runtime.gpu.kernels.sampling import ChoiceMemory
 from moe_pack.runtime.gpu.token.choice import TokenChoice
 from moe_pack.runtime.gpu.token.decoder import GpuDecoder
 from moe_pack.runtime.model.choosing import NOT_FINITE, ChosenRow
@@ -86,6 +88,13 @@ def test_a_pass_of_the_token_that_ends_a_text_stays_in_the_sequence(packed: Path
         found = decoder.begin(left).clone()
         decoder.reset()
         assert (decoder.begin(ids) - found).abs().max() < 1e-4
+
+
+def test_a_plan_counts_the_memory_of_a_choice() -> None:
+    logits = torch.zeros(2, 151_936)
+    memory = ChoiceMemory.allocate(logits, torch.zeros(2, dtype=torch.int32), 2)
+    num_bytes = sum(each.nbytes for name, each in memory._asdict().items() if name != "host_logits")
+    assert 0 <= num_bytes / logits.numel() - fit._CHOICE_BYTES < 0.5, "all else is small"
 
 
 class NewTensors(TorchDispatchMode):
