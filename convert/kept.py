@@ -45,7 +45,7 @@ def plan_for(
     Raises:  PlanError if these formats cannot represent its rows, or no format keeps what `source` asks for.
     """
     plan = bits.planned(checkpoint.spec, quantizer, repeats, checkpoint_repeats(checkpoint))
-    return keep_source(checkpoint, plan, bits.selector_bits, bits.record_bits, bits.dense_bits)
+    return keep_source(checkpoint, plan, bits.selector_bits, bits.record_bits, bits.dense)
 
 
 def keep_source(

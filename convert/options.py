@@ -172,6 +172,7 @@ _EXPERT_BITS_CHOICE = ("1", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE)
 _TRELLIS_BITS = tuple(width / 2 for width in plans.TRELLIS_WIDTHS)
 _AFFINE_GROUP = 64  # by default; a trellis has one scale a row
 _EXPERT_BITS = 4  # by default, of experts that the checkpoint does not have in codes
+_DENSE_BITS = 8  # by default: the loss is small next to that of the experts (docs/benchmarks/quality.md)
 _DEFAULT_BITS = f"source for FP8 and MXFP4, else {_EXPERT_BITS}"
 
 
@@ -233,8 +234,17 @@ class PlanOptions:
         choices=("1", "2", "3", "4", "8", "16", SOURCE),
         parse=_bits,
         help="Bits of a weight of attention, embedding, head, shared experts and dense layers. source and 16 keep "
-        "the checkpoint's bytes. Norms, biases and routers always keep theirs.  [default: source]",
+        "the checkpoint's bytes. Norms, biases and routers always keep theirs.  "
+        f"[default: {_DENSE_BITS}; source if all bits of experts are 16 or source]",
     )
+
+    @property
+    def dense(self) -> float | str:
+        """The bits of dense matrices: the option's, or the default."""
+        if self.dense_bits is not None:
+            return self.dense_bits
+        is_whole = all(bits in (16, SOURCE) for bits in (self.selector_bits, self.record_bits))
+        return SOURCE if is_whole else _DENSE_BITS
 
     def plan(self, spec: formats.ModelSpec, quantizer: formats.Quantizer) -> formats.Plan:
         """Returns the plan for a model without a checkpoint.
@@ -263,7 +273,7 @@ class PlanOptions:
             self._part(flag, _width(bits, _EXPERT_BITS), quantizer)
             for flag, bits in (("--selector-bits", self.selector_bits), ("--record-bits", self.record_bits))
         )
-        width = _width(self.dense_bits, 16)
+        width = _width(self.dense, 16)
         dense = None if width == 16 else self._affine(width)
         is_calibrated = quantizer == "calibrated" and needs_inputs(record)
         if repeats is None:

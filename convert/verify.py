@@ -292,6 +292,24 @@ def left_out(pack: Pack) -> list[LeftOutPart]:
     return [LeftOutPart(fate, reason, len(sizes), sum(sizes)) for (fate, reason), sizes in found.items()]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """What one token reads of a pack, in bytes, where all neurons of its experts run."""
+
+    dense: int  # of all tensors that every token reads whole
+    experts: int  # of the mean expert, as many as a token has
+    dense_bits: float  # of a weight of these dense tensors
+
+
+def token_bytes(pack: Pack) -> TokenBytes:
+    """Returns what one token reads of the pack."""
+    layout, per_token = pack.layout, pack.spec.router.num_experts_per_tok
+    dense = list(layout.read_dense())
+    num_bytes = sum(each.entry.num_bytes for each in dense)
+    experts = sum(per_token * sum(e.num_bytes for e in layer) // len(layer) for layer in layout.experts)
+    return TokenBytes(num_bytes, experts, 8 * num_bytes / sum(math.prod(each.role.shape) for each in dense))
+
+
 def describe(pack: Pack) -> dict[str, Any]:
     """Returns the JSON of `inspect --json`: facts of the manifest, and each expert's formats, `[layer][expert]`."""
     manifest = pack.manifest
@@ -311,6 +329,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "made_with": {package.name: package.version for package in manifest.made_with},
         "root": manifest.root,
         "bytes": dump(manifest.totals),
+        "token_bytes": dump(token_bytes(pack)),
         "left_out": [dump(each) for each in left_out(pack)],
         "experts": [
             [

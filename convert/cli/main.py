@@ -138,7 +138,7 @@ def _millions(number: int) -> str:
 
 
 def _print_bytes(pack: formats.Pack) -> None:
-    from moe_pack.convert.verify import left_out
+    from moe_pack.convert.verify import left_out, token_bytes
 
     totals = pack.manifest.totals
     click.echo("\npart                bytes   share")
@@ -146,6 +146,11 @@ def _print_bytes(pack: formats.Pack) -> None:
         if num_bytes and name != "content":
             click.echo(f"{name:10} {num_bytes:>14,} {num_bytes / totals.content:7.1%}")
     click.echo(f"{'total':10} {totals.content:>14,} {1:7.1%}")
+    read = token_bytes(pack)
+    click.echo(
+        f"a token reads {commands.size_text(read.dense)} of dense tensors ({read.dense_bits:.1f} bits a weight) and "
+        f"at most {commands.size_text(read.experts)} of experts"
+    )
     for part in left_out(pack):
         kept = "kept" if part.fate == "unused" else "not in the pack"
         tensors = f"{part.num_tensors} tensor{'s' if part.num_tensors > 1 else ''}"

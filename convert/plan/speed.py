@@ -138,9 +138,7 @@ def dense_seconds(
     Args:    kv_dtype: of the key-value cache; None: what the device has by default.
     """
     seconds = num_bytes = 0.0
-    for dense in layout.dense:
-        if dense.role.integers or (dense.role.name == "embed" and not layout.spec.tied_head):
-            continue
+    for dense in layout.read_dense():
         width = dense.rows.parts[0].format.width if dense.rows else {"F32": 32}.get(dense.dtype, 16)
         rate = machine.memory_rate if width == 32 else machines.rate_of(machine.dense_rates, width)
         seconds += dense.entry.num_bytes / rate

@@ -270,6 +270,12 @@ class PackLayout:
     rotation_bytes: int = 0  # of the vectors of rotated layers; 0 if no layer is rotated
     ngrams: tuple[NgramLayout, ...] = ()
 
+    def read_dense(self) -> Iterator[DenseLayout]:
+        """Yields the dense tensors that a token reads whole: all but an embedding that is not the head, and tables."""
+        for dense in self.dense:
+            if not dense.role.integers and (dense.role.name != "embed" or self.spec.tied_head):
+                yield dense
+
     def files(self) -> Iterator[tuple[str, safetensors.TensorFileLayout]]:
         """Yields name and layout of each large file. These are laid out before they are written."""
         yield DENSE_FILE, self.dense_file
