@@ -43,6 +43,7 @@ except ImportError as fault:  # built for another machine: torch computes, `why_
 InstructionSet = Literal["portable", "avx2", "avx512", "avx512vbmi"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
+PANEL_ROWS = 16  # kPanelRows in panels.h
 MAX_ODD_FACTOR = 1023  # of a hidden size that is rotated: kMaxOdd in kernels.h
 _PART_NUMBERS = 8  # kPartNumbers in layout.h
 
@@ -108,6 +109,7 @@ class ExpertRows:
     records: Bytes | PagedRows
     threshold: float  # on `abs(a)`
     extra: Bytes | PagedRows | None = None  # [1, row bytes]
+    panels: Bytes | None = None  # the same selector and records in panels (`panel_expert`), for few tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class Kernels:
         """
         y = np.zeros(x.shape, np.float32)
         borrowed = [
-            (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights)
+            (rows.layout, rows.selector, rows.records, rows.extra, rows.panels, rows.threshold, tokens, weights)
             for rows, tokens, weights in works
         ]
         self.call("experts", borrowed, _array(x), y, x.shape[1])
@@ -196,7 +198,8 @@ class Kernels:
         """Computes experts for tokens x float32 [T, d] and adds weighted outputs to rows of `out`, float32 [n, d]."""
         borrowed: list[tuple[object, ...]] = []
         for rows, tokens, weights, places, selected in works:
-            of_expert = (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights, places)
+            given = (rows.layout, rows.selector, rows.records, rows.extra, rows.panels)
+            of_expert = (*given, rows.threshold, tokens, weights, places)
             borrowed.append(of_expert if selected is None else (*of_expert, *selected.arrays()))
         self.call("experts", borrowed, _array(x), out, x.shape[1], True)
 
@@ -318,6 +321,23 @@ class Kernels:
         self.call("decode", layout, rows, out)
         return y
 
+    def put_in_panels(self, layout: Numbers, rows: Bytes) -> bool:
+        """Puts rows u8 [rows, row bytes] of a dense matrix into panels, in place: the form that multiplies fastest.
+
+        Returns: whether it did; kernels may have no panels for a layout, an instruction set, or a number of rows.
+        """
+        return bool(self.call("put_in_panels", layout, rows))
+
+    def expert_panel_bytes(self, rows: ExpertRows) -> int:
+        """Returns the bytes of an expert's panels; 0 if it has none: where neurons are skipped, or in other formats."""
+        return int(self.call("expert_panel_bytes", rows.layout, rows.threshold))
+
+    def take_rows(self, layout: Numbers, rows: Bytes, numbers: NDArray[np.int32]) -> Bytes:
+        """Returns some rows of a matrix in panels (`panel_numbers`) as they were, u8 [n, row bytes], but for their CRC."""
+        taken = np.zeros((len(numbers), int(layout[1])), np.uint8)
+        self.call("take_rows", layout, rows, numbers, taken)
+        return taken
+
     def checksum(self, raw: Bytes) -> int:
         """Computes the CRC-32 of bytes in one piece."""
         return int(self.call("checksum", raw))
@@ -367,6 +387,18 @@ class Kernels:
             return getattr(_native, name)(self._pool, *arguments)
         except _native.MapCutError as fault:
             raise MapCutError("a file was cut while its map was read") from fault
+
+
+def panel_expert(rows: ExpertRows, out: Bytes) -> None:
+    """Writes an expert's panels, u8 [expert_panel_bytes], in the caller's thread, without the interpreter's lock.
+
+    Raises:  MapCutError if rows are mapped from a file that was cut.
+    """
+    assert _native is not None
+    try:
+        _native.panel_expert(rows.layout, rows.selector, rows.records, out)
+    except _native.MapCutError as fault:
+        raise MapCutError("a file was cut while its map was read") from fault
 
 
 def open_kernels(threads: int | None = None) -> Kernels | None:
@@ -422,10 +454,18 @@ def extent_rows(
 
 @lru_cache(maxsize=4096)
 def row_numbers(layout: formats.RowLayout, name: str) -> Numbers:
-    """Returns the layout of the part `name` of rows as the kernels take it: columns, bytes of a row, the part."""
+    """Returns the layout of the part `name` of rows as the kernels take it: int32 [11], read-only.
+
+    The numbers: columns, bytes of a row, 0 (`panel_numbers`: 1), the part.
+    """
     part = layout.part(name)
     assert part is not None, name
-    return _frozen([layout.num_cols, layout.row_bytes, *_part_numbers(part, _RECORD)])
+    return _frozen([layout.num_cols, layout.row_bytes, 0, *_part_numbers(part, _RECORD)])
+
+
+def panel_numbers(rows: Numbers) -> Numbers:
+    """Returns the layout of rows (`row_numbers`) that `Kernels.put_in_panels` has put into panels."""
+    return _frozen([*rows[:2].tolist(), 1, *rows[3:].tolist()])
 
 
 @lru_cache(maxsize=4096)
@@ -433,7 +473,7 @@ def stored_numbers(dtype: torch.dtype, num_cols: int) -> Numbers:
     """Returns the layout of rows of plain 16- or 32-bit values as the kernels take it: like `row_numbers`."""
     row_bytes = num_cols * dtype.itemsize
     part = [_DTYPES[dtype], 8 * dtype.itemsize, 0, 16, 0, row_bytes, 0, _RECORD]
-    return _frozen([num_cols, row_bytes, *part])
+    return _frozen([num_cols, row_bytes, 0, *part])
 
 
 def _part_numbers(part: Part, place: int) -> list[int]:

@@ -144,6 +144,10 @@ class NativeLayers:
         own = rows.layout, rows.selector, rows.records, rows.extra, rows.threshold
         _native.set_layer_expert(self._layers, layer, expert, *own)
 
+    def set_panels(self, layer: int, expert: int, panels: Bytes) -> None:
+        """Sets the panels of an expert that is set, once."""
+        _native.set_layer_panels(self._layers, layer, expert, panels)
+
     def begin(self, layer: int, arrays: LayerPass, angles: FloatAngles, caches: SequenceCaches) -> None:
         """Computes the first half of a layer, and the norm, the router and the shared or dense expert of the second."""
         self._kernels.call("begin_layer", self._layers, layer, *arrays.all, *angles, caches)

@@ -249,13 +249,16 @@ class PackWeights(_OfPack, layers.ObservedWeights):
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
 
     def _keep(self, file: Tensor) -> None:
+        multiplied = {dense.role.name for dense in self._pack.layout.read_dense()}
         for dense in self._pack.layout.dense:
             entry = dense.entry
             raw = file[entry.offset : entry.offset + entry.num_bytes].to(self._device)
             if len(entry.shape) == 1:
                 self._vectors[dense.role.name] = stored_vector(dense, raw)
             else:
-                self._dense[dense.role.name] = self._matrix(dense, raw)
+                matrix = self._matrix(dense, raw)
+                is_panels = dense.role.name in multiplied and isinstance(matrix, matrices.RowMatrix)
+                self._dense[dense.role.name] = matrix.to_panels() if is_panels else matrix
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> matrices.Matrix:
         return stored_matrix(dense, raw, self.operations)

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "panels.h"
 
 namespace moe_pack {
 
@@ -95,6 +96,22 @@ inline bool take_layout(PyObject* from, ExpertLayout* layout) {
     const char* fault = read_expert_layout(numbers.values(), numbers.size(), layout);
     return fault == nullptr || refuse("layout", fault) != nullptr;
 }
+
+// An expert's panels: those of its selector's rows, and those of its records. None: it has none yet.
+struct GivenPanels {
+    Buffer<const uint8_t> bytes;
+
+    bool take(PyObject* from, const ExpertLayout& layout) {
+        if (!bytes.take(from, "panels") || bytes.values() == nullptr) return from == Py_None;
+        if (!can_panel(layout)) return refuse("panels", "the layout has none") != nullptr;
+        return has_size("panels", bytes.size(), expert_panel_bytes(layout));
+    }
+    void give(const ExpertLayout& layout, const uint8_t** selector, const uint8_t** records) const {
+        if (bytes.values() == nullptr) return;
+        *selector = bytes.values();
+        *records = bytes.values() + selector_panel_bytes(layout);
+    }
+};
 
 // The tuples of a list, taken one by one.
 template <class Given, class Take>

@@ -1,4 +1,7 @@
+#include <numeric>
+
 #include "job.h"
+#include "panels.h"
 #include "rounded.h"
 
 namespace moe_pack {
@@ -9,10 +12,11 @@ constexpr size_t kPartialBytes = 16 << 20;  // of experts' unfinished sums at on
 void run_few(Job& job, int number, int next_item, int worker) {
     const Item& item = job.items[number];
     const Call& call = job.calls[item.call];
-    size_t floats = job.kernels.sum_floats(call.layout().down.part);
+    size_t floats = call.kernels->sum_floats(call.layout().down.part);
     float* sums = sums_of(call, item, floats);
-    FewTokens few(job.kernels, call.layout(), job.scratch[worker]);
-    int32_t tile = tile_rows(call.layout().record_row_bytes), end = item.first + item.count;
+    if (call.in_panels) return run_panels(job, call, item, sums, next_item, worker);
+    FewTokens few(*call.kernels, call.layout(), job.scratch[worker]);
+    int32_t tile = few_rows(call), end = item.first + item.count;
     for (int32_t first = item.first; first < end; first += tile) {
         int32_t count = std::min(tile, end - first);
         Records records(job, call, item, first, count, next_item, worker);
@@ -47,9 +51,10 @@ bool run_records(Job& job) {
     return job.many ? job.run<run_many>(job.num_items) : job.run<run_few>(job.num_items);
 }
 
-Call call_of(const ExpertWork& work, int32_t first_token, int32_t num_tokens) {
+Call call_of(const Pool& pool, const ExpertWork& work, int32_t first_token, int32_t num_tokens) {
     Call call = {};
     call.work = &work;
+    call.kernels = &pool.kernels();
     call.num_tokens = num_tokens;
     call.tokens = work.tokens + first_token;
     call.outputs = (work.outputs ? work.outputs : work.tokens) + first_token;
@@ -82,6 +87,27 @@ void list_given(Job& job, Call& call) {
     }
 }
 
+// Of the neurons given, the runs; of all others, none. What is known of a whole expert then says the rest.
+void list_all(Job& job, Call& call) {
+    const size_t f = call.layout().num_rows;
+    const int32_t *given = call.neurons, count = call.num_neurons;
+    const uint8_t* runs = call.runs;
+    call.neurons = job.take<int32_t>(f);
+    call.runs = job.take<uint8_t>(call.num_tokens * f);
+    if (job.no_memory) return;
+    std::iota(call.neurons, call.neurons + f, 0);
+    std::memset(call.runs, 0, call.num_tokens * f);
+    for (int32_t k = 0; k < count; k++)
+        for (int32_t t = 0; t < call.num_tokens; t++) call.runs[t * f + given[k]] = runs[t * f + given[k]];
+    call.num_neurons = count ? f : 0;
+    call.readable = count ? call.work->records.at(given[0], call.layout().record_row_bytes) : nullptr;
+}
+
+// Whether few tokens of an expert get sums over all its neurons.
+bool is_whole(const Pool& pool, const ExpertWork& work) {
+    return pool.kernels().panels != nullptr && work.listed_a == nullptr && runs_whole(*work.layout, work.threshold);
+}
+
 // Some of a work's tokens.
 struct Tokens {
     const ExpertWork* work;
@@ -96,9 +122,20 @@ Outcome run_few_calls(Pool& pool, const Tokens* some, int32_t count, const float
     if (job.no_memory) return Outcome::no_memory;
     for (int32_t i = 0; i < count; i++) {
         const Tokens& tokens = some[i];
-        job.calls[i] = call_of(*tokens.work, tokens.first, tokens.count);
+        Call& call = job.calls[i] = call_of(pool, *tokens.work, tokens.first, tokens.count);
         layouts[i] = tokens.work->layout;
-        if (job.calls[i].is_selected && tokens.count < tokens.work->num_tokens) list_given(job, job.calls[i]);
+        if (is_whole(pool, *tokens.work)) {
+            call.is_whole = true;
+            call.kernels = &pool.whole_kernels();
+            if (call.is_selected) {
+                list_all(job, call);
+            } else if (tokens.work->record_panels != nullptr) {
+                call.in_panels = call.is_selected = true;
+                call.num_neurons = call.layout().num_rows;
+            }
+        } else if (call.is_selected && tokens.count < tokens.work->num_tokens) {
+            list_given(job, call);
+        }
     }
     job.num_calls = count;
     take_scratch(job, layouts, count);
@@ -154,7 +191,7 @@ Outcome run_rounded_calls(Pool& pool, const ExpertWork& work, const float* x, fl
     for (int32_t first = 0; first < work.num_tokens; first += step) {
         pool.arena().reset();
         Job job(pool, x, y, true);
-        Call call = call_of(work, first, std::min(step, work.num_tokens - first));
+        Call call = call_of(pool, work, first, std::min(step, work.num_tokens - first));
         if (call.is_selected) list_given(job, call);
         if (job.no_memory) return Outcome::no_memory;
         const bool whole = run_rounded(job, call);
@@ -168,7 +205,7 @@ Outcome run_many_calls(Pool& pool, const ExpertWork& work, const float* x, float
     for (int32_t first = 0; first < work.num_tokens; first += kManyTokens) {
         pool.arena().reset();
         Job job(pool, x, y, true);
-        Call call = call_of(work, first, std::min(kManyTokens, work.num_tokens - first));
+        Call call = call_of(pool, work, first, std::min(kManyTokens, work.num_tokens - first));
         job.calls = &call;
         job.num_calls = 1;
         take_scratch(job, &work.layout, 1);
@@ -184,13 +221,14 @@ Outcome run_many_calls(Pool& pool, const ExpertWork& work, const float* x, float
 }
 
 // A call that stops after selection; its results go where they are wanted.
-Call selection_of(SelectorWork& wanted, ExpertWork& work, int32_t first_token, int32_t num_tokens) {
+Call selection_of(const Pool& pool, SelectorWork& wanted, ExpertWork& work, int32_t first_token, int32_t num_tokens) {
     work.layout = wanted.layout;
     work.selector = wanted.selector;
     work.threshold = wanted.threshold;
     size_t first = (size_t)first_token * wanted.layout->num_rows;
     Call call = {};
     call.work = &work;
+    call.kernels = &pool.kernels();
     call.num_tokens = num_tokens;
     call.tokens = wanted.tokens + first_token;
     call.a = wanted.a == nullptr ? nullptr : wanted.a + first;
@@ -214,7 +252,8 @@ Outcome select_few_calls(Pool& pool, const SelectorTokens* some, int32_t count, 
     for (int32_t i = 0; i < count; i++) {
         const SelectorTokens& tokens = some[i];
         works[i] = {};
-        job.calls[i] = selection_of(*tokens.wanted, works[i], tokens.first, tokens.count);
+        job.calls[i] = selection_of(pool, *tokens.wanted, works[i], tokens.first, tokens.count);
+        if (is_whole(pool, works[i])) job.calls[i].kernels = &pool.whole_kernels();
         if (tokens.count < tokens.wanted->num_tokens) job.calls[i].neurons = nullptr;  // the others' too
         layouts[i] = tokens.wanted->layout;
     }
@@ -231,7 +270,7 @@ Outcome select_many_calls(Pool& pool, SelectorWork& wanted, const float* x) {
         pool.arena().reset();
         Job job(pool, x, nullptr, true);
         ExpertWork work = {};
-        Call call = selection_of(wanted, work, first, std::min(step, wanted.num_tokens - first));
+        Call call = selection_of(pool, wanted, work, first, std::min(step, wanted.num_tokens - first));
         if (rounds) {
             Outcome found = outcome(job, select_rounded(job, call));
             if (found != Outcome::done) return found;
@@ -264,7 +303,8 @@ Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, cons
             continue;
         }
         // Alone, a token's neurons are in tiles of their own: which others run would change its sums.
-        const int32_t step = alone ? 1 : kFewTokens;
+        const bool in_panels = work.record_panels != nullptr && is_whole(pool, work) && work.neurons == nullptr;
+        const int32_t step = in_panels ? kPanelTokens : alone ? 1 : kFewTokens;
         for (int32_t first = 0; first < work.num_tokens; first += step) {
             found = few.add({&work, first, std::min(step, work.num_tokens - first)});
             if (found != Outcome::done) return found;
@@ -304,7 +344,7 @@ Outcome select_neurons(Pool& pool, SelectorWork* works, int32_t num_works, const
     }
     for (int32_t i = 0; i < num_works; i++) {
         ExpertWork work = {};
-        Call all = selection_of(works[i], work, 0, works[i].num_tokens);
+        Call all = selection_of(pool, works[i], work, 0, works[i].num_tokens);
         if (all.num_tokens) list_running(all);
         works[i].num_neurons = all.num_neurons;
     }

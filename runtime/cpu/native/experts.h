@@ -33,6 +33,7 @@ struct ExpertWork {
     // all three are null.
     const float* listed_a = nullptr;
     int32_t* num_read = nullptr;  // if given, the number of records that are read is added to it
+    const uint8_t *selector_panels = nullptr, *record_panels = nullptr;  // the same in panels (panels.h); null: not there
 };
 
 // y[output] += weight * expert(x[token]) for every expert and each of its tokens. x, y: float32 [tokens, d].

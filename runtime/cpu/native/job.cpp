@@ -27,6 +27,7 @@ void take_scratch(Job& job, const ExpertLayout* const* layouts, int32_t count) {
         scratch.work = job.take<float>(work);
         for (float*& place : scratch.values) place = job.take<float>(values);
         scratch.h = job.take<float>(values);
+        scratch.whole = job.many ? nullptr : job.take<float>(3 * kPanelTokens * kMaxTile);
         scratch.decoded = job.many ? job.take<float>(kManyRows * kManyCols) : nullptr;
         scratch.fetched = nullptr;
         scratch.num_fetched = 0;
@@ -37,21 +38,23 @@ namespace {
 
 // A token's inputs as each part that meets them wants them; parts and experts of one form share it.
 struct Form {
+    const Kernels* kernels;
     const Part* part;
     int64_t token;
     void* prepared;
 };
 
-void prepare_form(Job& job, Form* forms, int32_t& count, const PlacedPart& part, int64_t token, const void** place) {
+void prepare_form(Job& job, Form* forms, int32_t& count, const Kernels& kernels, const PlacedPart& part, int64_t token,
+                  const void** place) {
     *place = nullptr;
     if (part.place == Place::none || job.no_memory) return;
     for (int32_t i = 0; i < count && *place == nullptr; i++)
-        if (forms[i].token == token && same_form(*forms[i].part, part.part)) *place = forms[i].prepared;
+        if (forms[i].token == token && forms[i].kernels == &kernels && same_form(*forms[i].part, part.part)) *place = forms[i].prepared;
     if (*place != nullptr) return;
-    auto* memory = job.take<uint8_t>(job.kernels.prepared_bytes(part.part));
+    auto* memory = job.take<uint8_t>(kernels.prepared_bytes(part.part));
     if (job.no_memory) return;
-    job.kernels.prepare(part.part, job.x + token * part.part.num_cols, memory);
-    forms[count++] = {&part.part, token, memory};
+    kernels.prepare(part.part, job.x + token * part.part.num_cols, memory);
+    forms[count++] = {&kernels, &part.part, token, memory};
     *place = memory;
 }
 
@@ -65,8 +68,8 @@ void prepare_inputs(Job& job) {
     for (int32_t c = 0; c < job.num_calls && !job.no_memory; c++) {
         Call& call = job.calls[c];
         for (int32_t t = 0; t < call.num_tokens; t++) {
-            prepare_form(job, forms, count, call.layout().gate, call.tokens[t], &call.inputs[t].gate);
-            prepare_form(job, forms, count, call.layout().up, call.tokens[t], &call.inputs[t].up);
+            prepare_form(job, forms, count, *call.kernels, call.layout().gate, call.tokens[t], &call.inputs[t].gate);
+            prepare_form(job, forms, count, *call.kernels, call.layout().up, call.tokens[t], &call.inputs[t].up);
         }
     }
 }
@@ -107,7 +110,7 @@ void share_out(Job& job, bool selected, const Each& each) {
 
 // Neurons a share: from the layout and their number alone, so that sums are the same for any number of threads.
 int32_t share_of(const Call& call, bool many) {
-    int32_t tile = many ? kManyRows : tile_rows(call.layout().record_row_bytes), least = many ? 1 : kItemTiles;
+    int32_t tile = many ? kManyRows : few_rows(call), least = many ? 1 : kItemTiles;
     int32_t most = many ? kManyItems : kFewItems, tiles = (call.num_neurons + tile - 1) / tile;
     return tile * std::max(least, (tiles + most - 1) / most);
 }
@@ -119,7 +122,7 @@ void share_records(Job& job) {
     for (int32_t c = 0; !job.no_memory && c < job.num_calls; c++) {
         Call& call = job.calls[c];
         const Part& down = call.layout().down.part;
-        size_t size = job.many ? down.num_cols : job.kernels.sum_floats(down);
+        size_t size = job.many ? down.num_cols : call.kernels->sum_floats(down);
         call.partial = job.take<float>((size_t)call.num_items * call.num_tokens * size);
     }
 }
@@ -152,7 +155,7 @@ void select_few(Job& job, int number, int next_item, int worker) {
         ahead[r] = behind < 0 ? selector_row(call, item.first + r + distance)
                               : selector_row(next, then.first + std::min(behind, then.count - 1));
     }
-    FewTokens few(job.kernels, layout, job.scratch[worker]);
+    FewTokens few(*call.kernels, layout, job.scratch[worker]);
     for (int32_t t = 0; t < call.num_tokens; t++) {
         Ahead fetched = {ahead, t == 0 ? (int32_t)row_bytes : 0};
         few.select(rows, item.count, call.inputs[t], fetched, call.a + (size_t)t * layout.num_rows + item.first);
@@ -179,7 +182,7 @@ void select_many(Job& job, int number, int, int worker) {
 void list_running(Call& call) {
     int32_t f = call.layout().num_rows, count = 0;
     for (int32_t i = 0; i < f; i++) {
-        uint8_t any = call.runs == nullptr;
+        uint8_t any = call.runs == nullptr || call.is_whole;
         for (int32_t t = 0; t < call.num_tokens && call.runs; t++) any |= call.runs[(size_t)t * f + i];
         call.neurons[count] = i;
         count += any;
@@ -230,8 +233,16 @@ const float* gather_inputs(Job& job, const Call& call) {
 
 namespace {
 
+// Whether a neuron runs for any of the call's tokens.
+bool is_wanted(const Call& call, int32_t neuron) {
+    uint8_t any = 0;
+    for (int32_t t = 0; t < call.num_tokens; t++) any |= call.runs[(size_t)t * call.layout().num_rows + neuron];
+    return any;
+}
+
 // The record of the k-th of a call's neurons.
 const uint8_t* record_of(const Call& call, int32_t k) {
+    if (call.readable != nullptr && !is_wanted(call, call.neurons[k])) return call.readable;
     return call.work->records.at(call.neurons[k], call.layout().record_row_bytes);
 }
 
@@ -330,7 +341,7 @@ namespace {
 // Floats of a sum of a call's token.
 size_t size_of_sum(const Job& job, const Call& call) {
     const Part& down = call.layout().down.part;
-    return job.many ? (size_t)down.num_cols : job.kernels.sum_floats(down);
+    return job.many ? (size_t)down.num_cols : call.kernels->sum_floats(down);
 }
 
 // Some floats of every token's shares, added up in their order to the first share.
@@ -368,7 +379,7 @@ void add_outputs(Job& job, int number, int, int worker) {
             if (call.num_items && job.many)
                 for (int32_t i = start; i < stop; i++) out[i] += sum[i];
             else if (call.num_items)
-                job.kernels.finish_sum(call.layout().down.part, sum, 1.0f, start, stop, out);
+                call.kernels->finish_sum(call.layout().down.part, sum, 1.0f, start, stop, out);
             float* to = job.y + call.outputs[t] * d;
             for (int32_t i = start; i < stop; i++) to[i] += call.weights[t] * out[i];
         }

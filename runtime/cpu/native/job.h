@@ -8,11 +8,16 @@
 
 namespace moe_pack {
 
+constexpr int32_t kPanelTokens = 8;  // of a call whose expert is in panels; kFewTokens of others
+constexpr int32_t kMostTokens = kPanelTokens;
 constexpr int32_t kItemTiles = 2;  // a sum of few tokens is of so many tiles at least
 
 // An expert at work on some tokens.
 struct Call {
     const ExpertWork* work;
+    const Kernels* kernels;
+    bool in_panels;
+    bool is_whole;  // all neurons run, and `neurons` are all: those of which nothing is wanted, by `runs`, are not read
     int32_t num_tokens;
     const int64_t* tokens;   // of x
     const int64_t* outputs;  // of y
@@ -25,7 +30,8 @@ struct Call {
     const float* listed_a;  // [neurons], of one token for which all these run
     float* partial;         // [items, tokens, sum]
     int32_t num_items, item_neurons;
-    Inputs inputs[kFewTokens];
+    Inputs inputs[kMostTokens];
+    const uint8_t* readable;  // a record that may be read, where not all may
 
     const ExpertLayout& layout() const { return *work->layout; }
 };
@@ -38,7 +44,7 @@ struct Item {
 struct Job {
     Pool& pool;
     Arena& arena;
-    const Kernels& kernels;
+    const Kernels& kernels;  // of many tokens; those of few are their call's
     const float* x;
     float* y;
     Scratch* scratch;  // one a thread
@@ -88,6 +94,11 @@ const float* gather_inputs(Job& job, const Call& call);
 
 constexpr int32_t kMostCalls = 256;  // of few tokens, side by side
 
+// Neurons of a call that a thread takes at once.
+inline int32_t few_rows(const Call& call) {
+    return call.is_whole ? kMaxTile : tile_rows(call.layout().record_row_bytes);
+}
+
 // Shares of the neurons listed, and space for their sums.
 void share_records(Job& job);
 
@@ -99,6 +110,9 @@ struct Records {
     Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item,
             int worker);
 };
+
+// An item of a call whose expert is in panels: selector and records of its tiles, for all tokens (whole.cpp).
+void run_panels(const Job& job, const Call& call, const Item& item, float* sums, int next_item, int worker);
 
 // h of some records for one of few tokens. Meanwhile the first of the next records come, each whole and one after the
 // other: processors fetch the rest of what they see come in order themselves, and have more room for it than for what

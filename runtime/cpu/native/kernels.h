@@ -78,6 +78,7 @@ struct Channels {
 };
 
 struct RoundedKernels;
+struct PanelKernels;
 
 struct Kernels {
     const char* name;
@@ -143,6 +144,9 @@ struct Kernels {
 
     // Products with rounded inputs for many tokens (rounded.h); null: this instruction set has none.
     const RoundedKernels* rounded;
+
+    // Products with rows in panels (panels.h); null: this instruction set has none, and rows stay as they are.
+    const PanelKernels* panels;
 
     // The same kernels with inputs of products rounded to one digit of 8 bits; null: it has none. (Two digits take as
     // long as three where rows come from memory: tried with AVX2 and AVX-512, Zen 4.)

@@ -5,6 +5,7 @@
 #if defined(__x86_64__)
 
 #include "kernels.h"
+#include "panels.h"
 #include "rounded.h"
 
 #include "target_avx2.h"
@@ -70,7 +71,7 @@ namespace {
 
 constexpr Kernels kExact = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, decode_cached, rotate, recur, convolve, &avx2_rounded_kernels, nullptr,
+    exponentials, decode_cached, rotate, recur, convolve, &avx2_rounded_kernels, &avx2_panel_kernels, nullptr,
 };
 
 }  // namespace

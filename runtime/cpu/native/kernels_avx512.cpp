@@ -69,7 +69,7 @@ namespace {
 
 constexpr Kernels kExact = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, decode_cached, rotate, recur, convolve, &avx512_rounded_kernels, nullptr,
+    exponentials, decode_cached, rotate, recur, convolve, &avx512_rounded_kernels, nullptr, nullptr,
 };
 
 }  // namespace

@@ -7,146 +7,16 @@
 #include "attention.h"
 #include "norm.h"
 #include "rotation.h"
-#include "rows.h"
+#include "products.h"
 #include "tiles.h"
 
 namespace moe_pack {
 namespace {
 
-constexpr size_t kAloneBytes = 64 << 10;    // of rows: less is done before another thread is awake
 constexpr size_t kAloneValues = 1 << 14;    // of neurons, likewise
 constexpr size_t kActivateValues = 1 << 12;  // a thread takes at once
-constexpr int kMostProducts = 4;            // of one input, side by side
 
 size_t padded(size_t num_floats) { return (num_floats + kReadPastFloats + 15) / 16 * 16; }
-
-// ---- products of one input ----------------------------------------------------------------------------------------
-
-// A matrix times the tokens of a job: out [T, rows].
-struct Product {
-    const DenseMatrix* matrix;
-    float* out;
-    int32_t tile, first_item;
-    size_t prepared_bytes;  // a token
-    const uint8_t* prepared;
-};
-
-// Products of few tokens with several matrices, whose rows are shared out together: one wait instead of one a matrix.
-struct Products {
-    const Kernels& kernels;
-    const float* x;
-    int32_t num_tokens, count, num_items;
-    Product each[kMostProducts];
-    float* work;  // one a thread
-    size_t work_floats;
-
-    const Product& of_item(int item) const {
-        int32_t i = count - 1;
-        while (item < each[i].first_item) i--;
-        return each[i];
-    }
-};
-
-void multiply_tile(void* context, int item, int next, int worker) {
-    const auto& p = *static_cast<Products*>(context);
-    const Product &mine = p.of_item(item), &then = p.of_item(next < 0 ? item : next);
-    const RowsLayout &layout = mine.matrix->layout, &after = then.matrix->layout;
-    const int32_t first = (item - mine.first_item) * mine.tile, num_rows = mine.matrix->num_rows;
-    const int32_t count = std::min(mine.tile, num_rows - first), distance = ahead_rows(layout.row_bytes);
-    const int32_t begin = next < 0 ? num_rows - 1 : (next - then.first_item) * then.tile;
-    const uint8_t *rows[kMaxTile], *ahead[kMaxTile];
-    for (int32_t r = 0; r < count; r++) {
-        rows[r] = mine.matrix->rows + (size_t)(first + r) * layout.row_bytes + layout.part.offset;
-        const int32_t wanted = r + distance;
-        if (wanted < count)
-            ahead[r] = mine.matrix->rows + (size_t)(first + wanted) * layout.row_bytes;
-        else
-            ahead[r] = then.matrix->rows +
-                       (size_t)std::min(begin + wanted - count, then.matrix->num_rows - 1) * after.row_bytes;
-    }
-    for (int32_t t = 0; t < p.num_tokens; t++)
-        p.kernels.dot_rows(layout.part.part, rows, count, mine.prepared + t * mine.prepared_bytes,
-                           {ahead, t == 0 ? layout.row_bytes : 0}, p.work + worker * p.work_floats,
-                           mine.out + (size_t)t * num_rows + first);
-}
-
-// The input in the form that a matrix wants, which matrices of one form share.
-bool prepare(Pool& pool, Products* p, int32_t i) {
-    Product& mine = p->each[i];
-    const Part& part = mine.matrix->layout.part.part;
-    mine.prepared_bytes = p->kernels.prepared_bytes(part);
-    for (int32_t k = 0; k < i; k++)
-        if (same_form(p->each[k].matrix->layout.part.part, part)) {
-            mine.prepared = p->each[k].prepared;
-            return true;
-        }
-    auto* prepared = pool.arena().take<uint8_t>(p->num_tokens * mine.prepared_bytes);
-    if (prepared == nullptr) return false;
-    for (int32_t t = 0; t < p->num_tokens; t++)
-        p->kernels.prepare(part, p->x + (size_t)t * part.num_cols, prepared + t * mine.prepared_bytes);
-    mine.prepared = prepared;
-    return true;
-}
-
-// y += bias, as torch adds it after the product.
-void add_bias(const DenseMatrix& matrix, int32_t num_tokens, float* y) {
-    if (matrix.bias == nullptr) return;
-    for (int32_t t = 0; t < num_tokens; t++)
-        for (int32_t r = 0; r < matrix.num_rows; r++) y[(size_t)t * matrix.num_rows + r] += matrix.bias[r];
-}
-
-// The products of x with some matrices; those without rows are left out.
-class ProductsOf {
-  public:
-    ProductsOf(Pool& pool, const float* x, int32_t num_tokens)
-        : pool_(pool), p_{pool.kernels(), x, num_tokens, 0, 0, {}, nullptr, 0} {}
-
-    void add(const DenseMatrix& matrix, float* out) {
-        if (matrix.rows != nullptr) p_.each[p_.count++] = {&matrix, out, 0, 0, 0, nullptr};
-    }
-
-    Outcome run() {
-        Outcome found = p_.num_tokens > kFewTokens && !pool_.are_tokens_alone() ? run_many() : run_few();
-        for (int32_t i = 0; found == Outcome::done && i < p_.count; i++)
-            add_bias(*p_.each[i].matrix, p_.num_tokens, p_.each[i].out);
-        return found;
-    }
-
-  private:
-    Outcome run_many() {
-        Outcome found = Outcome::done;
-        for (int32_t i = 0; found == Outcome::done && i < p_.count; i++) {
-            const DenseMatrix& matrix = *p_.each[i].matrix;
-            found = multiply(pool_, matrix.layout, matrix.rows, matrix.num_rows, p_.x, p_.num_tokens, p_.each[i].out);
-        }
-        return found;
-    }
-
-    Outcome run_few() {
-        std::lock_guard<std::mutex> lock(pool_.one_job());
-        pool_.arena().reset();
-        size_t num_bytes = 0;
-        for (int32_t i = 0; i < p_.count; i++) {
-            Product& mine = p_.each[i];
-            const RowsLayout& layout = mine.matrix->layout;
-            if (!prepare(pool_, &p_, i)) return Outcome::no_memory;
-            p_.work_floats = std::max(p_.work_floats, p_.kernels.work_floats(layout.part.part));
-            mine.tile = tile_rows(layout.row_bytes);
-            mine.first_item = p_.num_items;
-            p_.num_items += (mine.matrix->num_rows + mine.tile - 1) / mine.tile;
-            num_bytes += (size_t)mine.matrix->num_rows * layout.row_bytes * p_.num_tokens;
-        }
-        p_.work_floats = (p_.work_floats + 15) / 16 * 16;
-        p_.work = pool_.arena().take<float>(pool_.threads() * p_.work_floats);
-        if (p_.work == nullptr) return Outcome::no_memory;
-        const bool whole = num_bytes < kAloneBytes ? pool_.run_alone(p_.num_items, multiply_tile, &p_)
-                                                   : pool_.run(p_.num_items, multiply_tile, &p_);
-        return whole ? Outcome::done : Outcome::cut;
-    }
-
-    Pool& pool_;
-    Products p_;
-};
 
 // ---- what lies between products -----------------------------------------------------------------------------------
 
@@ -203,7 +73,7 @@ Outcome run_attention(Pool& pool, const LayerWeights& layer, const LayerPass& pa
     float *normed = room.take(tokens * layer.d), *q = room.take(q_floats), *k = room.take(kv_floats);
     float *v = room.take(kv_floats), *mixed = room.take(q_floats), *y = room.take(tokens * layer.d);
     norm_rows(pool, pass.x, layer.attention_norm, pass.num_tokens, layer.d, layer.eps, normed);
-    ProductsOf projected(pool, normed, pass.num_tokens);
+    Products projected(pool, normed, pass.num_tokens);
     projected.add(layer.q, q);
     projected.add(layer.k, k);
     projected.add(layer.v, v);
@@ -215,7 +85,7 @@ Outcome run_attention(Pool& pool, const LayerWeights& layer, const LayerPass& pa
     }
     found = attend_each(pool, layer, pass, q, k, v, mixed);
     if (found != Outcome::done) return found;
-    ProductsOf output(pool, mixed, pass.num_tokens);
+    Products output(pool, mixed, pass.num_tokens);
     output.add(layer.o, y);
     found = output.run();
     if (found == Outcome::done) add_residual(y, tokens * layer.d, layer.factor, pass.x);
@@ -228,7 +98,7 @@ Outcome run_inputs(Pool& pool, const LayerWeights& layer, const LayerPass& pass,
     float *logits = room.take(tokens * layer.router.num_rows), *marks = room.take(4 * (size_t)layer.router.num_rows);
     float *up = room.take(tokens * f), *gate = room.take(tokens * f);
     norm_rows(pool, pass.x, layer.mlp_norm, pass.num_tokens, layer.d, layer.eps, pass.inputs);
-    ProductsOf products(pool, pass.inputs, pass.num_tokens);
+    Products products(pool, pass.inputs, pass.num_tokens);
     products.add(layer.router, logits);
     products.add(layer.up, up);
     products.add(layer.gate, gate);
@@ -243,7 +113,7 @@ Outcome run_inputs(Pool& pool, const LayerWeights& layer, const LayerPass& pass,
     if (layer.down.rows == nullptr) return Outcome::done;
     found = activate(pool, layer.unrouted, layer.gate.rows == nullptr ? nullptr : gate, up, tokens * f, up);
     if (found != Outcome::done) return found;
-    ProductsOf output(pool, up, pass.num_tokens);
+    Products output(pool, up, pass.num_tokens);
     output.add(layer.down, pass.unrouted);
     return output.run();
 }
@@ -287,6 +157,8 @@ Outcome run_chosen(Pool& pool, const LayerWeights& layer, const LayerPass& pass,
         ExpertWork work = {&expert.layout, expert.selector, expert.records, expert.threshold,
                            1,              &tokens[i],      &weights[i]};
         work.extra = expert.extra;
+        work.selector_panels = expert.selector_panels;
+        work.record_panels = expert.record_panels;
         works.push_back(work);
     }
     return run_experts(pool, works.data(), (int32_t)works.size(), inputs, y);

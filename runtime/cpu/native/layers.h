@@ -9,23 +9,17 @@
 
 #include "cached_rows.h"
 #include "experts.h"
+#include "products.h"
 #include "router.h"
 
 namespace moe_pack {
-
-// A dense matrix, with a bias [rows] or null. `rows` is null: there is none.
-struct DenseMatrix {
-    RowsLayout layout;
-    const uint8_t* rows = nullptr;
-    int32_t num_rows = 0;
-    const float* bias = nullptr;
-};
 
 // An expert's rows; `records` are null until it is set.
 struct LayerExpert {
     ExpertLayout layout;
     Rows selector, records, extra;
     float threshold;
+    const uint8_t *selector_panels = nullptr, *record_panels = nullptr;  // as in ExpertWork
 };
 
 // What a layer computes with:

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "panels.h"
+
 namespace moe_pack {
 namespace {
 
@@ -113,9 +115,13 @@ const char* read_expert_layout(const int32_t* numbers, size_t count, ExpertLayou
 const char* read_rows_layout(const int32_t* numbers, size_t count, RowsLayout* layout) {
     if (count != (size_t)kRowsNumbers) return "a layout of rows has another number of values";
     if (numbers[0] < 1 || numbers[0] > kMaxCols || numbers[1] < 0) return "sizes out of range";
+    if (numbers[2] < 0 || numbers[2] > 1) return "in panels or not";
     layout->row_bytes = numbers[1];
-    const char* fault = read_part(numbers + 2, numbers[0], 0, numbers[1], &layout->part);
+    layout->in_panels = numbers[2];
+    const char* fault = read_part(numbers + 3, numbers[0], 0, numbers[1], &layout->part);
     if (fault) return fault;
+    if (layout->in_panels && (layout->part.offset != 0 || !can_panel(layout->part.part, layout->row_bytes, 0)))
+        return "such rows have no panels";
     return is_in(layout->part, Place::record) ? nullptr : "rows hold their part";
 }
 

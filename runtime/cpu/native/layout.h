@@ -77,11 +77,12 @@ struct Rows {
     }
 };
 
-constexpr int kRowsNumbers = 2 + kPartNumbers;  // columns, bytes of a row; the part
+constexpr int kRowsNumbers = 3 + kPartNumbers;  // columns, bytes of a row, whether in panels; the part
 
 // Rows of one part: a dense matrix.
 struct RowsLayout {
     int32_t row_bytes;
+    bool in_panels;  // 16 rows each (panels.h)
     PlacedPart part;
 };
 

@@ -11,6 +11,7 @@
 #include "module_layers.h"
 #include "module_reads.h"
 #include "module_search.h"
+#include "panels.h"
 #include "rows.h"
 
 namespace moe_pack {
@@ -180,21 +181,22 @@ struct GivenExpert {
     Buffer<const float> weights, a;
     Buffer<const uint8_t> runs;
     Copied<int32_t> neurons;
+    GivenPanels panels;
     bool is_selected;
     float threshold;
 
     bool take(PyObject* tuple, size_t num_tokens, size_t num_outputs, int32_t d) {
-        PyObject *layout_numbers, *selector_rows, *record_rows, *extra_row, *token_idx, *router_weights;
+        PyObject *layout_numbers, *selector_rows, *record_rows, *extra_row, *panel_rows, *token_idx, *router_weights;
         PyObject *output_idx = Py_None, *a_in = Py_None, *runs_in = Py_None, *neuron_idx = Py_None;
-        if (!PyArg_ParseTuple(tuple, "OOOOfOO|OOOO:expert", &layout_numbers, &selector_rows, &record_rows, &extra_row,
-                              &threshold, &token_idx, &router_weights, &output_idx, &a_in, &runs_in, &neuron_idx))
+        if (!PyArg_ParseTuple(tuple, "OOOOOfOO|OOOO:expert", &layout_numbers, &selector_rows, &record_rows, &extra_row,
+                              &panel_rows, &threshold, &token_idx, &router_weights, &output_idx, &a_in, &runs_in, &neuron_idx))
             return false;
         is_selected = neuron_idx != Py_None;
         if (!take_layout(layout_numbers, &layout) || !take_selector(selector, selector_rows, layout) ||
             !records.take(record_rows, "records", layout.record_row_bytes) || !take_extra(extra, extra_row, layout) ||
             !tokens.take(token_idx, "tokens") || !weights.take(router_weights, "weights") ||
             !outputs.take(output_idx == Py_None ? token_idx : output_idx, "outputs") || !a.take(a_in, "a") ||
-            !runs.take(runs_in, "runs") || !neurons.take(neuron_idx, "neurons"))
+            !runs.take(runs_in, "runs") || !neurons.take(neuron_idx, "neurons") || !panels.take(panel_rows, layout))
             return false;
         if (layout.num_cols != d) return refuse("layout", "its rows are not as long as x's") != nullptr;
         if (!records.has("records", layout.num_rows) || !has_size("weights", weights.size(), tokens.size()) ||
@@ -215,6 +217,7 @@ struct GivenExpert {
     ExpertWork work() const {
         ExpertWork work = {&layout,         selector.rows(), records.rows(), threshold, (int32_t)tokens.size(),
                            tokens.values(), weights.values(), outputs.values(), extra.rows()};
+        panels.give(layout, &work.selector_panels, &work.record_panels);
         if (!is_selected) return work;
         static const int32_t none = 0;  // of no neurons: not null, which would ask the selector
         work.a = a.values();
@@ -283,12 +286,18 @@ struct GivenRows {
     RowsLayout layout;
     size_t num_rows;
 
+    // Whether kernels can multiply them.
+    bool suit(const Kernels& kernels) const {
+        return !layout.in_panels || kernels.panels != nullptr || refuse("layout", "these kernels have no panels");
+    }
+
     bool take(PyObject* layout_numbers, PyObject* held_rows) {
         if (!numbers.take(layout_numbers, "layout") || !rows.take(held_rows, "rows")) return false;
         if (const char* fault = read_rows_layout(numbers.values(), numbers.size(), &layout))
             return refuse("layout", fault) != nullptr;
         num_rows = rows.size() / layout.row_bytes;
         if (num_rows > (size_t)kMaxRows) return refuse("rows", "too many") != nullptr;
+        if (layout.in_panels && num_rows % kPanelRows) return refuse("rows", "no whole panels") != nullptr;
         return has_size("rows", rows.size(), num_rows * layout.row_bytes);
     }
 };
@@ -303,7 +312,7 @@ PyObject* dense(PyObject*, PyObject* arguments) {
     if (pool == nullptr || !given.take(numbers, held_rows) || !x.take(inputs, "x") || !out.take(outputs, "out", true))
         return nullptr;
     int32_t tokens;
-    if (!count_tokens("x", x.size(), given.layout.part.part.num_cols, &tokens) ||
+    if (!given.suit(pool->kernels()) || !count_tokens("x", x.size(), given.layout.part.part.num_cols, &tokens) ||
         !has_size("out", out.size(), tokens * given.num_rows))
         return nullptr;
     return unlocked([&] {
@@ -321,8 +330,95 @@ PyObject* decode_rows(PyObject*, PyObject* arguments) {
     if (pool == nullptr || !given.take(numbers, held_rows) || !out.take(outputs, "out", true) ||
         !has_size("out", out.size(), given.num_rows * given.layout.part.part.num_cols))
         return nullptr;
+    if (given.layout.in_panels) return refuse("layout", "rows are in panels");
     return unlocked([&] {
         return decode(*pool, given.layout, given.rows.values(), (int32_t)given.num_rows, out.values());
+    });
+}
+
+PyObject* expert_to_panels(PyObject*, PyObject* arguments) {
+    PyObject *numbers, *held_selector, *held_records, *held_panels;
+    if (!PyArg_ParseTuple(arguments, "OOOO:panel_expert", &numbers, &held_selector, &held_records, &held_panels))
+        return nullptr;
+    struct Given {
+        ExpertLayout layout;
+        HeldRows selector, records;
+        Buffer<uint8_t> panels;
+    } given;
+    const ExpertLayout& layout = given.layout;
+    if (!take_layout(numbers, &given.layout) || !take_selector(given.selector, held_selector, layout) ||
+        !given.records.take(held_records, "records", layout.record_row_bytes) ||
+        !given.records.has("records", layout.num_rows) || !given.panels.take(held_panels, "panels", true))
+        return nullptr;
+    if (!can_panel(layout)) return refuse("layout", "has no panels");
+    if (!has_size("panels", given.panels.size(), expert_panel_bytes(layout))) return nullptr;
+    bool whole = false;
+    Py_BEGIN_ALLOW_THREADS;
+    whole = guarded(
+        [](void* context) {
+            const auto& g = *static_cast<const Given*>(context);
+            uint8_t *selector = g.panels.values(), *records = selector + selector_panel_bytes(g.layout);
+            for (int32_t tile = 0; tile < g.layout.num_rows / kMaxTile; tile++)
+                make_tile(g.layout, g.selector.rows(), g.records.rows(), tile,
+                          panel_in(selector + (size_t)tile * kMaxTile * g.layout.selector_row_bytes),
+                          panel_in(records + (size_t)tile * kMaxTile * g.layout.record_row_bytes));
+        },
+        &given);
+    Py_END_ALLOW_THREADS;
+    return finished(whole ? Outcome::done : Outcome::cut);
+}
+
+PyObject* panels_of_expert(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers;
+    float threshold;
+    if (!PyArg_ParseTuple(arguments, "OOf:expert_panel_bytes", &capsule, &numbers, &threshold)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    ExpertLayout layout;
+    if (pool == nullptr || !take_layout(numbers, &layout)) return nullptr;
+    const bool has = pool->kernels().panels != nullptr && runs_whole(layout, threshold);
+    return PyLong_FromSize_t(has ? expert_panel_bytes(layout) : 0);
+}
+
+PyObject* rows_to_panels(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *held_rows;
+    if (!PyArg_ParseTuple(arguments, "OOO:put_in_panels", &capsule, &numbers, &held_rows)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    Copied<int32_t> given;
+    Buffer<uint8_t> rows;
+    RowsLayout layout;
+    if (pool == nullptr || !given.take(numbers, "layout") || !rows.take(held_rows, "rows", true)) return nullptr;
+    if (const char* fault = read_rows_layout(given.values(), given.size(), &layout)) return refuse("layout", fault);
+    const size_t num_rows = rows.size() / layout.row_bytes;
+    if (num_rows > (size_t)kMaxRows) return refuse("rows", "too many");
+    if (layout.in_panels) return refuse("layout", "rows are in panels already");
+    if (!has_size("rows", rows.size(), num_rows * layout.row_bytes)) return nullptr;
+    const PlacedPart& part = layout.part;
+    if (pool->kernels().panels == nullptr || part.offset || !can_panel(part.part, layout.row_bytes, (int32_t)num_rows))
+        Py_RETURN_FALSE;
+    PyObject* done = unlocked([&] { return put_in_panels(*pool, layout, rows.values(), (int32_t)num_rows); });
+    if (done == nullptr) return nullptr;
+    Py_DECREF(done);
+    Py_RETURN_TRUE;
+}
+
+PyObject* rows_of_panels(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *held_rows, *place_idx, *outputs;
+    if (!PyArg_ParseTuple(arguments, "OOOOO:take_rows", &capsule, &numbers, &held_rows, &place_idx, &outputs))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenRows given;
+    Copied<int32_t> places;
+    Buffer<uint8_t> out;
+    if (pool == nullptr || !given.take(numbers, held_rows) || !places.take(place_idx, "places") ||
+        !out.take(outputs, "out", true))
+        return nullptr;
+    if (!given.layout.in_panels) return refuse("layout", "rows are in no panels");
+    if (places.size() > kMaxTokens) return refuse("places", "too many");
+    if (!has_size("out", out.size(), places.size() * given.layout.row_bytes) ||
+        !all_below("places", places.values(), places.size(), given.num_rows))
+        return nullptr;
+    return unlocked([&] {
+        return take_rows(*pool, given.layout, given.rows.values(), places.values(), (int32_t)places.size(), out.values());
     });
 }
 
@@ -424,12 +520,17 @@ PyMethodDef methods[] = {
     {"take_tokens_alone", caught<take_tokens_alone>, METH_VARARGS, "take_tokens_alone(pool, alone)"},
     {"take_digits", caught<take_digits>, METH_VARARGS, "take_digits(pool, digits)"},
     {"experts", caught<experts>, METH_VARARGS,
-     "experts(pool, [(layout, selector, records, extra, threshold, tokens, weights[, outputs[, a, runs, neurons]])], "
+     "experts(pool, [(layout, selector, records, extra, panels, threshold, tokens, weights[, outputs[, a, runs, "
+     "neurons]])], "
      "x, y, d, apart=False)"},
     {"select", caught<select>, METH_VARARGS,
      "select(pool, [(layout, selector, threshold, tokens, a, runs, neurons)], x, d) -> [int]"},
     {"dense", caught<dense>, METH_VARARGS, "dense(pool, layout, rows, x, out)"},
     {"decode", caught<decode_rows>, METH_VARARGS, "decode(pool, layout, rows, out)"},
+    {"expert_panel_bytes", caught<panels_of_expert>, METH_VARARGS, "expert_panel_bytes(pool, layout, threshold) -> int"},
+    {"panel_expert", caught<expert_to_panels>, METH_VARARGS, "panel_expert(layout, selector, records, panels)"},
+    {"put_in_panels", caught<rows_to_panels>, METH_VARARGS, "put_in_panels(pool, layout, rows) -> bool"},
+    {"take_rows", caught<rows_of_panels>, METH_VARARGS, "take_rows(pool, layout, rows, places, out)"},
     {"checksum", caught<of_bytes<uint32_t, checksum>>, METH_VARARGS, "checksum(pool, bytes) -> int"},
     {"read", caught<of_bytes<uint64_t, read_only>>, METH_VARARGS, "read(pool, bytes) -> int"},
     {"checksum_pages", caught<checksum_pages_of>, METH_VARARGS, "checksum_pages(pool, extent, num_bytes) -> int"},
@@ -453,6 +554,7 @@ PyMethodDef methods[] = {
     {"set_layer", caught<set_layer>, METH_VARARGS, "set_layer(layers, layer, numbers, floats, vectors, matrices)"},
     {"set_layer_expert", caught<set_layer_expert>, METH_VARARGS,
      "set_layer_expert(layers, layer, expert, layout, selector, records, extra, threshold)"},
+    {"set_layer_panels", caught<set_layer_panels>, METH_VARARGS, "set_layer_panels(layers, layer, expert, panels)"},
     {"begin_layer", caught<begin_layer>, METH_VARARGS,
      "begin_layer(pool, layers, layer, x, inputs, unrouted, experts, weights, cosines, sines, [(keys, values, start, kind)])"},
     {"run_layers", caught<run_layers>, METH_VARARGS,

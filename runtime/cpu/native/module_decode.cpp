@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "layers.h"
+#include "panels.h"
 
 namespace moe_pack {
 namespace {
@@ -37,6 +38,7 @@ struct GivenMatrix {
             return refuse("layout", fault) != nullptr;
         const size_t num_rows = rows.size() / matrix->layout.row_bytes;
         if (num_rows < 1 || num_rows > (size_t)kMaxWidth) return refuse(name, "too many rows, or none") != nullptr;
+        if (matrix->layout.in_panels && num_rows % kPanelRows) return refuse(name, "no whole panels") != nullptr;
         if (num_cols && !has_size(name, matrix->layout.part.part.num_cols, num_cols)) return false;
         if (bias.values() != nullptr && !has_size("bias", bias.size(), num_rows)) return false;
         matrix->rows = rows.values();
@@ -49,6 +51,7 @@ struct GivenMatrix {
 // The rows that an expert borrows.
 struct GivenLayerExpert {
     Buffer<const uint8_t> selector, records, extra;
+    GivenPanels panels;
 };
 
 // A layer and what it borrows.
@@ -399,6 +402,28 @@ PyObject* set_layer_expert(PyObject*, PyObject* arguments) {
     expert.extra = Rows(rows->extra.values());
     layer->weights.experts[number] = expert;
     layer->experts[number] = std::move(rows);
+    Py_RETURN_NONE;
+}
+
+PyObject* set_layer_panels(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held;
+    int idx, number;
+    if (!PyArg_ParseTuple(arguments, "OiiO:set_layer_panels", &capsule, &idx, &number, &held)) return nullptr;
+    GivenLayers* given = layers_of(capsule);
+    GivenLayer* layer = given == nullptr ? nullptr : layer_of(given, idx);
+    if (layer == nullptr) return nullptr;
+    if (number < 0 || (size_t)number >= layer->experts.size() || layer->experts[number] == nullptr)
+        return refuse("expert", "it is not set");
+    GivenPanels& panels = layer->experts[number]->panels;
+    if (panels.bytes.values() != nullptr) return refuse("panels", "they are set");
+    LayerExpert& expert = layer->weights.experts[number];
+    if (!panels.take(held, expert.layout)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    {
+        std::lock_guard<std::mutex> lock(given->one_call);
+        panels.give(expert.layout, &expert.selector_panels, &expert.record_panels);
+    }
+    Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 

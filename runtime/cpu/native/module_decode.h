@@ -8,6 +8,7 @@ namespace moe_pack {
 PyObject* open_layers(PyObject* module, PyObject* arguments);
 PyObject* set_layer(PyObject* module, PyObject* arguments);
 PyObject* set_layer_expert(PyObject* module, PyObject* arguments);
+PyObject* set_layer_panels(PyObject* module, PyObject* arguments);
 PyObject* begin_layer(PyObject* module, PyObject* arguments);
 PyObject* run_layers(PyObject* module, PyObject* arguments);
 PyObject* end_layer(PyObject* module, PyObject* arguments);

@@ -6,6 +6,7 @@
 #include <exception>
 
 #include "guard.h"
+#include "panels.h"
 
 namespace moe_pack {
 namespace {
@@ -13,9 +14,22 @@ namespace {
 constexpr int kSpinsBeforeYield = 4000;
 constexpr int kSpinsOfWorker = 400;  // some 20 us: operations of one call follow each other within less
 
+Kernels whole(Kernels kernels) {
+    const PanelKernels* panels = kernels.panels;
+    if (panels == nullptr) return kernels;
+    kernels.prepared_bytes = panels->prepared_bytes;
+    kernels.prepare = panels->prepare;
+    kernels.dot_rows = panels->dot_rows;
+    kernels.add_rows = panels->add_rows;
+    kernels.sum_floats = panels->sum_floats;
+    kernels.finish_sum = panels->finish_sum;
+    return kernels;
+}
+
 }  // namespace
 
-Pool::Pool(int threads, const Kernels& kernels) : kernels_(kernels), threads_(*new Threads), owner_(getpid()) {
+Pool::Pool(int threads, const Kernels& kernels)
+    : kernels_(kernels), whole_(whole(kernels)), threads_(*new Threads), owner_(getpid()) {
     install_guard();
     try {
         for (int worker = 1; worker < threads; worker++)

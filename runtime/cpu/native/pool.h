@@ -58,6 +58,9 @@ class Pool {
     // Gives what kernels can.
     int take_digits(int digits) { return digits_ = kernels_.rounded == nullptr ? 0 : digits; }
 
+    // Those for experts whose neurons all run (panels.h).
+    const Kernels& whole_kernels() const { return whole_; }
+
     int threads() const { return (int)threads_.workers.size() + 1; }
     const Kernels& kernels() const {
         return digits() == 1 && kernels_.one_digit != nullptr ? *kernels_.one_digit : kernels_;
@@ -82,6 +85,7 @@ class Pool {
     };
 
     const Kernels& kernels_;
+    const Kernels whole_;
     Threads& threads_;
     std::mutex one_job_;
     Arena arena_;

@@ -2,6 +2,7 @@
 #include "rounded.h"
 
 #include "job.h"
+#include "panels.h"
 #include "rows.h"
 
 namespace moe_pack {
@@ -305,7 +306,8 @@ Outcome multiply_rounded(Pool& pool, const RowsLayout& layout, const uint8_t* ro
         RoundedTokens tokens;
         float* totals;  // [thread, tokens, kDotRows]
         float* out;
-    } m = {*pool.kernels().rounded, layout, rows, num_rows, {}, nullptr, nullptr};
+        uint8_t* taken;  // [thread, kDotRows, row]: out of panels; null: rows are in none
+    } m = {*pool.kernels().rounded, layout, rows, num_rows, {}, nullptr, nullptr, nullptr};
     const Part& part = layout.part.part;
     Arena& arena = pool.arena();
     for (int32_t first = 0; first < num_tokens; first += kRoundedTokens) {
@@ -315,7 +317,9 @@ Outcome multiply_rounded(Pool& pool, const RowsLayout& layout, const uint8_t* ro
         const float** inputs = arena.take<const float*>(count);
         m.tokens = take_tokens(arena, part.num_cols, form_of(m.kernels, part, pool.digits()), count);
         m.totals = arena.take<float>((size_t)pool.threads() * count * kDotRows);
+        if (layout.in_panels) m.taken = arena.take<uint8_t>((size_t)pool.threads() * kDotRows * layout.row_bytes);
         if (inputs == nullptr || !has_all(m.tokens) || m.totals == nullptr) return Outcome::no_memory;
+        if (layout.in_panels && m.taken == nullptr) return Outcome::no_memory;
         for (int32_t t = 0; t < count; t++) inputs[t] = x + (size_t)(first + t) * part.num_cols;
         Rounding rounding = {m.kernels, inputs, part.num_cols, &m.tokens};
         if (!round_all(pool, rounding)) return Outcome::cut;
@@ -324,8 +328,13 @@ Outcome multiply_rounded(Pool& pool, const RowsLayout& layout, const uint8_t* ro
             const Part& part = m.layout.part.part;
             const int32_t first = item * kDotRows, count = std::min(kDotRows, m.num_rows - first);
             const uint8_t* begins[kDotRows];
-            for (int32_t r = 0; r < count; r++)
-                begins[r] = m.rows + (size_t)(first + r) * m.layout.row_bytes + m.layout.part.offset;
+            const size_t row_bytes = m.layout.row_bytes;
+            uint8_t* taken = m.taken + worker * kDotRows * row_bytes;
+            for (int32_t r = 0; r < count; r++) {
+                begins[r] = m.taken == nullptr ? m.rows + (first + r) * row_bytes : taken + r * row_bytes;
+                if (m.taken != nullptr) take_row_of(m.layout, m.rows, first + r, taken + r * row_bytes);
+                begins[r] += m.layout.part.offset;
+            }
             float* totals = m.totals + (size_t)worker * m.tokens.num_tokens * kDotRows;
             m.kernels.dot(part, begins, count, m.tokens, totals);
             for (int32_t t = 0; t < m.tokens.num_tokens; t++)

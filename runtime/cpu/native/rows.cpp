@@ -4,6 +4,8 @@
 #include <cstring>
 
 #include "crc.h"
+#include "panels.h"
+#include "products.h"
 #include "rounded.h"
 #include "tiles.h"
 
@@ -14,6 +16,7 @@ constexpr size_t kAloneBytes = 64 << 10;   // less is done before another thread
 constexpr size_t kChecksumBytes = 1 << 20;  // a thread takes at once
 constexpr size_t kReadAheadBytes = 2048;
 
+// Many tokens, by decoded rows.
 struct Multiply {
     const Kernels& kernels;
     const RowsLayout& layout;
@@ -22,30 +25,12 @@ struct Multiply {
     const float* x;
     int32_t num_tokens;
     float* out;
-    int32_t tile;
-    size_t prepared_bytes, work_floats;
-    uint8_t* prepared;  // few tokens
-    float* work;        // few tokens: one a thread
-    float* decoded;     // many tokens: one a thread
+    float* decoded;  // one a thread
 };
 
-// `next`: the row this thread begins with afterwards.
-void multiply_few(Multiply& m, int32_t first, int32_t count, int32_t next, int worker) {
-    const Part& part = m.layout.part.part;
-    const uint8_t *rows[kMaxTile], *ahead[kMaxTile];
-    int32_t distance = ahead_rows(m.layout.row_bytes);
-    for (int32_t r = 0; r < count; r++) {
-        rows[r] = m.rows + (size_t)(first + r) * m.layout.row_bytes + m.layout.part.offset;
-        int32_t wanted = r + distance < count ? first + r + distance : next + r + distance - count;
-        ahead[r] = m.rows + (size_t)std::min(wanted, m.num_rows - 1) * m.layout.row_bytes;
-    }
-    for (int32_t t = 0; t < m.num_tokens; t++)
-        m.kernels.dot_rows(part, rows, count, m.prepared + t * m.prepared_bytes,
-                           {ahead, t == 0 ? m.layout.row_bytes : 0}, m.work + worker * m.work_floats,
-                           m.out + (size_t)t * m.num_rows + first);
-}
-
-void multiply_many(Multiply& m, int32_t first, int32_t count, int worker) {
+void multiply_many(void* context, int item, int, int worker) {
+    const auto& m = *static_cast<const Multiply*>(context);
+    const int32_t first = item * kManyRows, count = std::min(kManyRows, m.num_rows - first);
     const Part& part = m.layout.part.part;
     size_t d = part.num_cols;
     float* decoded = m.decoded + (size_t)worker * kManyRows * kManyCols;
@@ -64,15 +49,6 @@ void multiply_many(Multiply& m, int32_t first, int32_t count, int worker) {
     }
 }
 
-void multiply_item(void* context, int item, int next, int worker) {
-    auto& m = *static_cast<Multiply*>(context);
-    int32_t first = item * m.tile, count = std::min(m.tile, m.num_rows - first);
-    if (m.decoded != nullptr)
-        multiply_many(m, first, count, worker);
-    else
-        multiply_few(m, first, count, next < 0 ? m.num_rows : next * m.tile, worker);
-}
-
 // `work` of each item, by all threads or, where that is not worth it, by this one.
 template <class Context>
 Outcome each_item(Pool& pool, size_t num_bytes, int count, Pool::Work work, Context& context) {
@@ -84,30 +60,61 @@ Outcome each_item(Pool& pool, size_t num_bytes, int count, Pool::Work work, Cont
 
 Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, const float* x,
                  int32_t num_tokens, float* out) {
-    std::lock_guard<std::mutex> lock(pool.one_job());
-    const Part& part = layout.part.part;
-    bool many = num_tokens > kFewTokens && !pool.are_tokens_alone();
-    if (many && pool.rounds() && can_round(part)) {
-        return multiply_rounded(pool, layout, rows, num_rows, x, num_tokens, out);
+    const bool many = num_tokens > kFewTokens && !pool.are_tokens_alone();
+    const bool rounds = many && pool.rounds() && can_round(layout.part.part);
+    if (!rounds && (!many || layout.in_panels)) {
+        const DenseMatrix matrix = {layout, rows, num_rows};
+        Products products(pool, x, num_tokens);
+        products.add(matrix, out);
+        return products.run_few();
     }
-    Multiply m = {pool.kernels(), layout, rows, num_rows, x, num_tokens, out, kManyRows, 0, 0, nullptr, nullptr, nullptr};
+    std::lock_guard<std::mutex> lock(pool.one_job());
+    if (rounds) return multiply_rounded(pool, layout, rows, num_rows, x, num_tokens, out);
     Arena& arena = pool.arena();
     arena.reset();
-    if (many) {
-        m.decoded = arena.take<float>((size_t)pool.threads() * kManyRows * kManyCols);
-        if (m.decoded == nullptr) return Outcome::no_memory;
-    } else {
-        m.tile = tile_rows(layout.row_bytes);
-        m.prepared_bytes = m.kernels.prepared_bytes(part);
-        m.work_floats = m.kernels.work_floats(part);
-        m.prepared = arena.take<uint8_t>(num_tokens * m.prepared_bytes);
-        m.work = arena.take<float>(pool.threads() * m.work_floats);
-        if (m.prepared == nullptr || m.work == nullptr) return Outcome::no_memory;
-        for (int32_t t = 0; t < num_tokens; t++)
-            m.kernels.prepare(part, x + (size_t)t * part.num_cols, m.prepared + t * m.prepared_bytes);
-    }
-    size_t num_bytes = (size_t)num_rows * layout.row_bytes * num_tokens;
-    return each_item(pool, num_bytes, (num_rows + m.tile - 1) / m.tile, multiply_item, m);
+    Multiply m = {pool.kernels(), layout, rows, num_rows, x, num_tokens, out, nullptr};
+    m.decoded = arena.take<float>((size_t)pool.threads() * kManyRows * kManyCols);
+    if (m.decoded == nullptr) return Outcome::no_memory;
+    const size_t num_bytes = (size_t)num_rows * layout.row_bytes * num_tokens;
+    return each_item(pool, num_bytes, (num_rows + kManyRows - 1) / kManyRows, multiply_many, m);
+}
+
+Outcome put_in_panels(Pool& pool, const RowsLayout& layout, uint8_t* rows, int32_t num_rows) {
+    std::lock_guard<std::mutex> lock(pool.one_job());
+    struct Rows {
+        const RowsLayout& layout;
+        uint8_t* rows;
+        size_t bytes;  // of a panel's rows
+        uint8_t* copies;  // one a thread
+    } context = {layout, rows, (size_t)kPanelRows * layout.row_bytes, nullptr};
+    pool.arena().reset();
+    context.copies = pool.arena().take<uint8_t>(pool.threads() * context.bytes);
+    if (context.copies == nullptr) return Outcome::no_memory;
+    const Pool::Work item = [](void* context, int item, int, int worker) {
+        const auto& c = *static_cast<const Rows*>(context);
+        uint8_t *from = c.rows + item * c.bytes, *copy = c.copies + worker * c.bytes;
+        std::memcpy(copy, from, c.bytes);
+        const uint8_t* begins[kPanelRows];
+        for (int32_t r = 0; r < kPanelRows; r++) begins[r] = copy + (size_t)r * c.layout.row_bytes;
+        make_panel(c.layout.part.part, begins, panel_in(from));
+    };
+    return each_item(pool, (size_t)num_rows * layout.row_bytes, num_rows / kPanelRows, item, context);
+}
+
+Outcome take_rows(Pool& pool, const RowsLayout& layout, const uint8_t* rows, const int32_t* places, int32_t count,
+                  uint8_t* out) {
+    std::lock_guard<std::mutex> lock(pool.one_job());
+    struct Rows {
+        const RowsLayout& layout;
+        const uint8_t* rows;
+        const int32_t* places;
+        uint8_t* out;
+    } context = {layout, rows, places, out};
+    const Pool::Work item = [](void* context, int item, int, int) {
+        const auto& c = *static_cast<const Rows*>(context);
+        take_row_of(c.layout, c.rows, c.places[item], c.out + (size_t)item * c.layout.row_bytes);
+    };
+    return each_item(pool, (size_t)count * layout.row_bytes, count, item, context);
 }
 
 Outcome decode(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, float* out) {

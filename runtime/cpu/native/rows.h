@@ -15,7 +15,14 @@ Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int3
 Outcome multiply_rounded(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, const float* x,
                          int32_t num_tokens, float* out);
 
-// out [rows, d]: the rows in float32.
+// Puts the rows, which `can_panel`, into panels, in their own bytes.
+Outcome put_in_panels(Pool& pool, const RowsLayout& layout, uint8_t* rows, int32_t num_rows);
+
+// out row k = row places[k] as it was before it was put into a panel, but for what follows its zeros.
+Outcome take_rows(Pool& pool, const RowsLayout& layout, const uint8_t* rows, const int32_t* places, int32_t count,
+                  uint8_t* out);
+
+// out [rows, d]: the rows, which are in no panels, in float32.
 Outcome decode(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, float* out);
 
 // The CRC-32 of bytes in one piece.

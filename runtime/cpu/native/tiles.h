@@ -85,6 +85,7 @@ struct Scratch {
     float* values[2]; // [kMaxTile], or [kManyTokens, kManyRows]
     float* h;         // the same
     float* decoded;   // [kManyRows, kManyCols], for many tokens
+    float* whole;     // [3, tokens of a call in panels, kMaxTile]
     const uint8_t* fetched;  // the row that begins the tile whose bytes were fetched last
     int32_t num_fetched;     // rows of that tile
 };

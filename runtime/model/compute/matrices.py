@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
+from moe_pack.runtime import cpu
 from moe_pack.runtime.model.compute.operations import (
     TORCH,
+    NativeOperations,
     NativeProduct,
     Operations,
     Product,
@@ -114,6 +117,49 @@ class RowMatrix(_RowsInMemory):
 
     def part(self, start: int, stop: int) -> "RowMatrix":
         return RowMatrix(self._layout, self._stored[start:stop], self._operations)
+
+    def to_panels(self) -> "RowMatrix | PanelMatrix":
+        """Returns this matrix in panels, which take its memory, where kernels multiply them; else itself."""
+        operations, product = self._operations, self.native
+        if product is None or not isinstance(operations, NativeOperations):
+            return self
+        is_done = operations.kernels.put_in_panels(product.layout, product.rows)
+        return PanelMatrix(self._layout, product.rows, operations) if is_done else self
+
+
+class PanelMatrix(DivisibleMatrix):
+    """A matrix in memory that native operations have put into panels: u8 [num_rows, row_bytes], 16 rows a panel."""
+
+    def __init__(self, layout: RowLayout, panels: cpu.Bytes, operations: NativeOperations) -> None:
+        (self._part,) = layout.parts
+        self.num_rows, self.num_cols = len(panels), layout.num_cols
+        self._layout, self._panels, self._operations = layout, panels, operations
+        self._numbers = cpu.panel_numbers(cpu.row_numbers(layout, self._part.name))
+        self._product = NativeProduct(operations.kernels, self._numbers, panels)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._decoded(self._taken(np.arange(start, stop, dtype=np.int32)))
+
+    def take(self, ids: Tensor) -> Tensor:
+        return self._decoded(self._taken(ids.numpy().astype(np.int32)))
+
+    def product(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    @property
+    def native(self) -> NativeProduct:
+        return self._product
+
+    def part(self, start: int, stop: int) -> "RowMatrix | PanelMatrix":
+        if start % cpu.PANEL_ROWS or stop % cpu.PANEL_ROWS:
+            return RowMatrix(self._layout, self._taken(np.arange(start, stop, dtype=np.int32)), self._operations)
+        return PanelMatrix(self._layout, self._panels[start:stop], self._operations)
+
+    def _taken(self, numbers: cpu.Numbers) -> Tensor:
+        return torch.from_numpy(self._operations.kernels.take_rows(self._numbers, self._panels, numbers))
+
+    def _decoded(self, rows: Tensor) -> Tensor:
+        return self._operations.decode(self._layout, self._part, rows)
 
 
 class ReadMatrix:
