@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         is_available,
         num_cpus,
         open_kernels,
+        panel_expert,
         panel_numbers,
         row_numbers,
         search_trellis,

@@ -62,6 +62,8 @@ class LayerCalls:
         self._layer_idx = {layer: idx for idx, layer in enumerate(weights.spec.moe_layers)}
         self._kinds: dict[int, _Kind | None] = {}
         self._set_experts: set[tuple[int, int]] = set()
+        self._has_panels: set[tuple[int, int]] = set()
+        self._num_panels = 0  # of those made that were looked at
         self._bytes = _CacheBytes()
         self._native = cpu.NativeLayers(operations.kernels, weights.spec.num_hidden_layers)
 
@@ -128,6 +130,7 @@ class LayerCalls:
 
     def _run_span(self, x: Tensor, first: int, batch: passes.Pass) -> BegunLayer:
         """Runs consecutive layers to their end, in one call if all experts that they choose are set."""
+        self._set_panels()
         span = self._span(first, batch, len(x))
         kinds, steps = [kind for kind, _ in span], [step for _, step in span]
         num_routes = sum(kind.routes for kind in kinds)
@@ -166,8 +169,25 @@ class LayerCalls:
         assert isinstance(self._weights, MappedPackWeights) and arrays.experts is not None
         for expert in np.unique(arrays.experts).tolist():
             if (layer, expert) not in self._set_experts:
-                self._native.set_expert(layer, expert, self._weights.expert_rows(self._layer_idx[layer], expert))
+                rows = self._weights.expert_rows(self._layer_idx[layer], expert)
+                self._native.set_expert(layer, expert, rows)
                 self._set_experts.add((layer, expert))
+                self._give_panels(layer, expert, rows.panels)
+
+    def _set_panels(self) -> None:
+        """Gives the native side the panels that were made of experts that it has."""
+        if not isinstance(self._weights, MappedPackWeights):
+            return
+        for (layer_idx, expert), panels in self._weights.panels.made_since(self._num_panels):
+            layer = self._weights.spec.moe_layers[layer_idx]
+            if (layer, expert) in self._set_experts:
+                self._give_panels(layer, expert, panels)
+            self._num_panels += 1
+
+    def _give_panels(self, layer: int, expert: int, panels: cpu.Bytes | None) -> None:
+        if panels is not None and (layer, expert) not in self._has_panels:
+            self._native.set_panels(layer, expert, panels)
+            self._has_panels.add((layer, expert))
 
     def _kind(self, layer: int) -> _Kind | None:
         if layer not in self._kinds:

@@ -9,6 +9,7 @@ n-gram tables stay on the disk in all of them: `PackTables` reads rows by thread
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -29,6 +30,7 @@ from moe_pack.runtime.model.compute.expert import Expert, NeuronBlock
 from moe_pack.runtime.model.compute.operations import TORCH, NativeOperations, Operations, row_blocks
 from moe_pack.runtime.model.compute.rotation import Rotation
 from moe_pack.runtime.model.compute.weights import from_experts, to_experts
+from moe_pack.runtime.model.panels import ExpertPanels
 
 
 @contextmanager
@@ -216,6 +218,7 @@ class _PackRows:
 
 
 _FIRST_TOKEN = np.zeros(1, np.int64)
+_PANEL_TOKENS = 16  # of a pass at most, whose experts are then copied to panels: prompts have more, and use rows
 
 
 class _OfPack:
@@ -290,14 +293,23 @@ class PackWeights(_OfPack, layers.ObservedWeights):
 
 
 class MappedPackWeights(PackWeights, layers.ExpertRunner):
-    """The weights of an open pack on the CPU; native operations use experts, checked once, in their mapped files."""
+    """The weights of an open pack on the CPU; native operations use experts, checked once, in their mapped files.
+
+    Args:    panel_bytes: memory for copies of experts in panels.
+    """
 
     operations: NativeOperations
 
-    def __init__(self, pack: formats.Pack, operations: NativeOperations) -> None:
+    def __init__(self, pack: formats.Pack, operations: NativeOperations, panel_bytes: int = 0) -> None:
         super().__init__(pack, torch.device("cpu"), operations)
         self._last_layer_idx = len(pack.layout.experts) - 1
         self._mapped: dict[tuple[int, int], MappedExpert] = {}
+        self.panels = ExpertPanels(operations.kernels, panel_bytes)
+        self._num_panels = 0  # of those made that `_mapped` has
+
+    def close(self) -> None:
+        self.panels.close()
+        super().close()
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
         self.bytes_read += self._pack.layout.experts[layer_idx][expert].num_bytes
@@ -327,11 +339,14 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         if self.observer is not None:
             self.observer.routed(layer_idx, experts.numpy())
         works = []
+        self._take_panels()
         x, router_weights = layers.expert_inputs(x, router_weights, self, layer_idx)
         for number, tokens, weights in tokens_by_expert(experts, router_weights):
             expert = self._mapped_expert(layer_idx, number)
             works.append((expert.rows, tokens, weights))
             self.bytes_read += expert.num_bytes
+            if len(x) <= _PANEL_TOKENS:
+                self.panels.want((layer_idx, number), expert.rows)
         try:
             y = self.operations.kernels.experts(to_experts(x, self, layer_idx), works)
         except cpu.MapCutError as fault:
@@ -347,15 +362,24 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
 
     def expert_rows(self, layer_idx: int, expert: int) -> cpu.ExpertRows:
         """Returns the rows of an expert in its mapped file; raises PackError if it is damaged."""
+        self._take_panels()
         return self._mapped_expert(layer_idx, expert).rows
+
+    def _take_panels(self) -> None:
+        for key, panels in self.panels.made_since(self._num_panels):
+            self._mapped[key].rows = replace(self._mapped[key].rows, panels=panels)
+            self._num_panels += 1
 
     def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
         """Notes experts, int64 and float32 [T, k], that native layers ran; raises PackError if a file was cut."""
         if self.observer is not None:
             self.observer.routed(layer_idx, experts)
         ran = experts[0] if len(experts) == 1 else experts[router_weights != 0]
-        layouts = self._pack.layout.experts[layer_idx]
-        self.bytes_read += sum(layouts[number].num_bytes for number in set(ran.tolist()))
+        layouts, numbers = self._pack.layout.experts[layer_idx], set(ran.tolist())
+        self.bytes_read += sum(layouts[number].num_bytes for number in numbers)
+        if len(experts) <= _PANEL_TOKENS:
+            for number in numbers:
+                self.panels.want((layer_idx, number), self._mapped[layer_idx, number].rows)
         if layer_idx == self._last_layer_idx:
             self._check_files()
 

@@ -60,6 +60,7 @@ _CPU = torch.device("cpu")
 InstructionSet = Literal["avx512vbmi", "avx512", "avx2", "portable"]
 _INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
 _GROUP = 64
+_PANEL_BYTES = 1 << 40  # all experts that can be in panels are
 _KIND: Selector = "up"
 _SOURCES: dict[str, PartFormat] = {part.codec: part for part in KEPT}
 _SPARSITIES = (0.0, 0.5, 0.8, 0.9)
@@ -376,10 +377,13 @@ class Ours:
         self._kernels = {number: Kernels(number, limit) for number in threads}
         for kernels in self._kernels.values():
             kernels.take_digits(_DIGITS[numerics])
-        self._decoders = {
-            number: Decoder(MappedPackWeights(pack, NativeOperations(kernels)), context_tokens, _CPU)
-            for number, kernels in self._kernels.items()
-        }
+        self._decoders = dict[int, Decoder]()
+        for number, kernels in self._kernels.items():
+            weights = MappedPackWeights(pack, NativeOperations(kernels), _PANEL_BYTES)
+            for place in product(range(len(pack.layout.experts)), range(pack.spec.router.num_experts)):
+                weights.panels.want(place, weights.expert_rows(*place))
+            weights.panels.wait()
+            self._decoders[number] = Decoder(weights, context_tokens, _CPU)
 
     def close(self) -> None:
         """Ends the kernels."""

@@ -1,5 +1,6 @@
 #include "panels.h"
 
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 
@@ -98,21 +99,47 @@ bool runs_whole(const ExpertLayout& layout, float threshold) {
 
 namespace {
 
-// 64 rows of down: the codes of 16 columns of 8 rows are a line.
-void make_down(const Part& part, const uint8_t* const* rows, uint8_t* tile) {
-    for (int32_t b = 0; b < part.num_groups; b++)
-        for (int32_t r = 0; r < kMaxTile; r++) {
-            const uint8_t* codes = rows[r] + b * 32;
-            for (int32_t c = 0; c < kBlock; c++) {
-                const uint8_t code = c < 32 ? codes[c] & 15 : codes[c - 32] >> 4;
-                uint8_t& at = tile[(size_t)(b * 4 + c / kPanelRows) * 8 * kLineBytes + r / 8 * kLineBytes +
-                                   c % kPanelRows * 4 + r % 4];
-                at = r % 8 < 4 ? code : at | code << 4;
+// Four words of four bytes, transposed: byte i of word k becomes byte k of word i.
+void transpose(uint32_t words[4]) {
+    constexpr uint32_t even = 0x00ff00ff;
+    const uint32_t a = (words[0] & even) | (words[1] & even) << 8, b = (words[0] >> 8 & even) | (words[1] & ~even);
+    const uint32_t c = (words[2] & even) | (words[3] & even) << 8, d = (words[2] >> 8 & even) | (words[3] & ~even);
+    words[0] = (a & 0xffff) | c << 16;
+    words[1] = (b & 0xffff) | d << 16;
+    words[2] = a >> 16 | (c & 0xffff0000);
+    words[3] = b >> 16 | (d & 0xffff0000);
+}
+
+// A group's columns of 64 rows of down, four panels. Byte j of a row has columns j and j + 32.
+void make_down_panels(const uint8_t* const* rows, int32_t group, uint8_t* panels) {
+    for (int32_t eight = 0; eight < kMaxTile / 8; eight++)
+        for (int32_t c = 0; c < 32; c += 4) {
+            uint32_t first[4], second[4];  // of rows 0 to 3 of the eight, and of 4 to 7
+            for (int i = 0; i < 4; i++) {
+                first[i] = load_word(rows[8 * eight + i] + group * 32 + c);
+                second[i] = load_word(rows[8 * eight + 4 + i] + group * 32 + c);
+            }
+            transpose(first);
+            transpose(second);
+            uint8_t* line = panels + c / kPanelRows * kDownPanelBytes + eight * kLineBytes + c % kPanelRows * 4;
+            for (int i = 0; i < 4; i++) {
+                const uint32_t low = (first[i] & kLowHalves) | (second[i] & kLowHalves) << 4;
+                const uint32_t high = (first[i] >> 4 & kLowHalves) | (second[i] & ~kLowHalves);
+                store_word(line + 4 * i, low);
+                store_word(line + 2 * kDownPanelBytes + 4 * i, high);
             }
         }
-    uint8_t* stored = tile + down_codes_bytes(part);
-    const size_t size = part.scale_bytes + part.zero_bytes;
-    for (int32_t r = 0; r < kMaxTile; r++) std::memcpy(stored + r * size, rows[r] + part.scales_at, size);
+}
+
+void make_down(const Part& part, const uint8_t* const* rows, uint8_t* tile) {
+    for (int32_t first = 0; first < part.num_groups; first += kDownGroups) {
+        const int32_t count = std::min(kDownGroups, part.num_groups - first);
+        for (int32_t bytes_at : {part.scales_at, part.scales_at + part.scale_bytes})
+            for (int32_t r = 0; r < kMaxTile; r++, tile += 2 * count)
+                std::memcpy(tile, rows[r] + bytes_at + 2 * first, 2 * count);
+        for (int32_t group = first; group < first + count; group++, tile += 4 * kDownPanelBytes)
+            make_down_panels(rows, group, tile);
+    }
 }
 
 }  // namespace

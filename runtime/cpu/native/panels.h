@@ -23,12 +23,13 @@ inline size_t panel_bytes(const Part& part) { return (size_t)part.num_groups * p
 bool can_panel(const Part& part, int32_t row_bytes, int32_t num_rows);
 
 // An expert in panels has kMaxTile neurons where their rows lay, those of its selector's and those of its records: gate's
-// and up's panels of 16 neurons, the first before the second where both are, and then down's, of 16 columns: a line has
-// 16 columns of 8 neurons, where those of gate and up have 16 neurons' 8 columns. Panels of all columns are followed by
-// each neuron's scales and zeros.
-inline size_t down_codes_bytes(const Part& part) { return (size_t)part.num_cols * part.width * 8; }
+// and up's panels of 16 neurons, the first before the second where both are, and then down's. Down has for each eight
+// groups of columns the scales of the neurons, one neuron's eight after the other's, their zeros likewise, and panels of
+// 16 columns: a line has 16 columns of 8 neurons, where those of gate and up have 16 neurons' 8 columns.
+constexpr int32_t kDownGroups = 8;
+constexpr int32_t kDownPanelBytes = kMaxTile / 8 * kLineBytes;
 inline size_t down_tile_bytes(const Part& part) {
-    return down_codes_bytes(part) + (size_t)kMaxTile * (part.scale_bytes + part.zero_bytes);
+    return (size_t)kMaxTile * (part.code_bytes + part.scale_bytes + part.zero_bytes);
 }
 
 // Whether an expert can be in panels.

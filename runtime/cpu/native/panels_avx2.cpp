@@ -21,6 +21,9 @@ inline __m256i broadcast_word(const void* from) {
     return _mm256_set1_epi32(word);
 }
 
+// Keeps a sum where it is: reordered, the additions of a loop would need more registers than there are.
+inline void stay(__m256i& sum) { asm("" : "+x"(sum)); }
+
 inline void fetch(PanelAhead& ahead, int32_t num_bytes) {
     if (ahead.at == nullptr) return;
     for (int32_t line = 0; line < num_bytes; line += kLineBytes) {
@@ -36,6 +39,12 @@ struct BlockSums {
 
 // -- 4 bits: the digits of a block are those of prepare_digits ---------------------------------------------------------
 
+// Where the digits of four inputs are: those of a block's inputs 4 q to 4 q + 3.
+struct BlockDigits {
+    const int8_t* digits;
+    const int8_t* word(int k, int q) const { return digits + k * kBlock + 4 * q; }
+};
+
 template <int WIDTH>
 struct PanelInputs;
 
@@ -45,27 +54,31 @@ struct PanelInputs<4> {
     static constexpr float high_unit = 65536.0f;
 
     // Sums of int16 are at most 8 * 2 * 15 * 128.
-    static inline void add(const uint8_t* lines, const int8_t* digits, BlockSums& sums) {
+    template <class Digits>
+    static inline void add(const uint8_t* lines, const Digits& digits, BlockSums& sums) {
         const __m256i nibble = _mm256_set1_epi8(15);
         for (int quarter = 0; quarter < 2; ++quarter) {
             __m256i pairs[kHalves][kDigits];
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) {
-                const uint8_t* line = lines + (4 * quarter + j) * kLineBytes;
-                const int8_t* own = digits + 8 * (4 * quarter + j);
+            for (int k = 0; k < kDigits; ++k) {
+                pairs[0][k] = pairs[1][k] = _mm256_setzero_si256();
+            }
+#pragma GCC unroll 1
+            for (int j = 4 * quarter; j < 4 * quarter + 4; ++j) {
+                const uint8_t* line = lines + j * kLineBytes;
                 const __m256i first = load_bytes(line), second = load_bytes(line + 32);
                 const __m256i low[kHalves] = {_mm256_and_si256(first, nibble), _mm256_and_si256(second, nibble)};
                 const __m256i high[kHalves] = {_mm256_and_si256(_mm256_srli_epi16(first, 4), nibble),
                                                _mm256_and_si256(_mm256_srli_epi16(second, 4), nibble)};
 #pragma GCC unroll 3
                 for (int k = 0; k < kDigits; ++k) {
-                    const __m256i of_low = broadcast_word(own + k * kBlock);
-                    const __m256i of_high = broadcast_word(own + k * kBlock + 4);
+                    const __m256i of_low = broadcast_word(digits.word(k, 2 * j));
+                    const __m256i of_high = broadcast_word(digits.word(k, 2 * j + 1));
 #pragma GCC unroll 2
                     for (int v = 0; v < kHalves; ++v) {
                         const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(low[v], of_low),
                                                               _mm256_maddubs_epi16(high[v], of_high));
-                        pairs[v][k] = j == 0 ? both : _mm256_add_epi16(pairs[v][k], both);
+                        pairs[v][k] = _mm256_add_epi16(pairs[v][k], both);
+                        stay(pairs[v][k]);
                     }
                 }
             }
@@ -88,14 +101,14 @@ struct PanelInputs<8> {
     static constexpr int32_t block_bytes = 4 * kBlock;
     static constexpr float high_unit = 4096.0f;
 
-    static inline void add(const uint8_t* lines, const int8_t* words, BlockSums& sums) {
+    static inline void add(const uint8_t* lines, const BlockDigits& words, BlockSums& sums) {
         const __m256i low_byte = _mm256_set1_epi16(255);
         for (int v = 0; v < kHalves; ++v) {
             sums.low[v] = sums.high[v] = _mm256_setzero_si256();
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 1
         for (int j = 0; j < kBlock / 4; ++j) {
-            const int8_t* own = words + 8 * j;
+            const int8_t* own = words.digits + 8 * j;
             const __m256i even_low = broadcast_word(own), odd_low = broadcast_word(own + 4);
             const __m256i even_high = broadcast_word(own + 2 * kBlock), odd_high = broadcast_word(own + 2 * kBlock + 4);
 #pragma GCC unroll 2
@@ -107,6 +120,8 @@ struct PanelInputs<8> {
                     _mm256_add_epi32(_mm256_madd_epi16(even, even_high), _mm256_madd_epi16(odd, odd_high));
                 sums.low[v] = _mm256_add_epi32(sums.low[v], low);
                 sums.high[v] = _mm256_add_epi32(sums.high[v], high);
+                stay(sums.low[v]);
+                stay(sums.high[v]);
             }
         }
     }
@@ -162,7 +177,7 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const 
     for (int32_t b = 0; b < part.num_groups; ++b, panel += block_bytes, inputs += P::block_bytes) {
         fetch(ahead, block_bytes);
         BlockSums block;
-        P::add(panel, inputs, block);
+        P::add(panel, BlockDigits{inputs}, block);
         const uint8_t* scales = panel + WIDTH * 8 * kPanelRows;
         for (int v = 0; v < kHalves; ++v) {
             const auto* from = reinterpret_cast<const __m128i*>(scales + 16 * v);
@@ -266,49 +281,92 @@ void dot_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
 constexpr int32_t kFours = kMaxTile / 4;
 constexpr float kLeastPeak = 0x1p-103f;  // of factors: smaller ones count as far as they are no smaller than 2^-24 of it
 
+// Up to eight float16, and zeros.
+inline __m256 load_halves(const uint8_t* from, int32_t count) {
+    uint8_t padded[16] = {};
+    if (count < kTotals) {
+        __builtin_memcpy(padded, from, 2 * size_t(count));
+        from = padded;
+    }
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+// The digits of four rows' factors, made positive by a bias: byte k of each in one double word.
+inline void store_words(const __m256i fixed[4], int32_t digits[kDigits][kTotals]) {
+    const __m256i odd_bytes = _mm256_set1_epi16(int16_t(0xff00));
+    __m256i even[2], odd[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m256i one = fixed[2 * i], other = fixed[2 * i + 1];
+        even[i] = _mm256_blendv_epi8(one, _mm256_slli_epi32(other, 8), odd_bytes);
+        odd[i] = _mm256_blendv_epi8(_mm256_srli_epi32(one, 8), other, odd_bytes);
+    }
+    const __m256i words[kDigits] = {_mm256_blend_epi16(even[0], _mm256_slli_epi32(even[1], 16), 0xaa),
+                                    _mm256_blend_epi16(odd[0], _mm256_slli_epi32(odd[1], 16), 0xaa),
+                                    _mm256_blend_epi16(_mm256_srli_epi32(even[0], 16), even[1], 0xaa)};
+    for (int k = 0; k < kDigits; ++k) {
+        const __m256i digit = _mm256_xor_si256(words[k], _mm256_set1_epi8(-128));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(digits[k]), digit);
+    }
+}
+
+// Where scales and zeros of a tile's rows are from a group on: in rows, or behind one another.
+struct ScalesOfRows {
+    const Part& part;
+    const uint8_t* const* rows;
+    int32_t group;
+    const uint8_t* scales(int32_t r) const { return rows[r] + part.scales_at + 2 * group; }
+    const uint8_t* zeros(int32_t r) const { return scales(r) + part.scale_bytes; }
+};
+
+struct ScalesOfTile {
+    const uint8_t* first;
+    int32_t num_groups;
+    const uint8_t* scales(int32_t r) const { return first + 2 * r * num_groups; }
+    const uint8_t* zeros(int32_t r) const { return scales(kMaxTile + r); }
+};
+
 // What the rows of a tile are multiplied with in eight groups: h * scale as 24-bit fixed point, relative to the largest of
-// a group; the digits of four rows are a double word.
+// a group.
 struct TileFactors {
     alignas(32) int32_t digits[kFours][kDigits][kTotals];
     alignas(32) float units[kTotals];
 
-    // Groups `first` to `first + 7` of `count` rows. `scales`: of each row; zeros[g] += h * scale * zero.
-    TileFactors(const Part& part, const uint8_t* const* scales, int32_t count, const float* h, int32_t first,
-                float* zeros) {
-        __m256 factors[kMaxTile], peak = _mm256_set1_ps(kLeastPeak), zero_sum = _mm256_load_ps(zeros + first);
+    // `num_groups`: at most eight. zeros[g] += h * scale * zero.
+    template <class ScalesOf>
+    TileFactors(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros) {
+        __m256 factors[kMaxTile], peak = _mm256_set1_ps(kLeastPeak), zero_sum = _mm256_load_ps(zeros);
         __m256 faults = _mm256_setzero_ps();  // NaN where a factor is not finite
         const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-        for (int32_t r = 0; r < count; ++r) {
-            const __m256 factor = _mm256_mul_ps(load_eight(part, scales[r], first, false), _mm256_set1_ps(h[r]));
-            zero_sum = _mm256_fmadd_ps(factor, load_eight(part, scales[r] + part.scale_bytes, first, true), zero_sum);
+        for (int32_t r = 0; r < num_rows; ++r) {
+            const __m256 factor =
+                _mm256_mul_ps(load_halves(scales_of.scales(r), num_groups), _mm256_broadcast_ss(h + r));
+            zero_sum = _mm256_fmadd_ps(factor, load_halves(scales_of.zeros(r), num_groups), zero_sum);
             peak = _mm256_max_ps(_mm256_and_ps(factor, magnitude), peak);
             faults = _mm256_fmadd_ps(factor, _mm256_setzero_ps(), faults);
             factors[r] = factor;
         }
-        for (int32_t r = count; r % 4; ++r) {
+        for (int32_t r = num_rows; r % 4; ++r) {
             factors[r] = _mm256_setzero_ps();
         }
-        _mm256_store_ps(zeros + first, zero_sum);
+        _mm256_store_ps(zeros, zero_sum);
         _mm256_store_ps(units, _mm256_add_ps(_mm256_mul_ps(peak, _mm256_set1_ps(1.0f / kPeak)), faults));
         const __m256 steps = _mm256_div_ps(_mm256_set1_ps(kPeak), peak);
-        // As in split_block, digits that are made positive.
-        const __m256i bias = _mm256_set1_epi32(0x808080), byte = _mm256_set1_epi32(255);
-        for (int32_t four = 0; 4 * four < count; ++four) {
+        for (int32_t four = 0; 4 * four < num_rows; ++four) {
             __m256i fixed[4];
             for (int i = 0; i < 4; ++i) {
-                fixed[i] = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(factors[4 * four + i], steps)), bias);
+                fixed[i] = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(factors[4 * four + i], steps)),
+                                            _mm256_set1_epi32(0x808080));  // as in split_block
             }
-            for (int k = 0; k < kDigits; ++k) {
-                __m256i word = _mm256_setzero_si256();
-                for (int i = 0; i < 4; ++i) {
-                    const __m256i digit = _mm256_and_si256(_mm256_srli_epi32(fixed[i], 8 * k), byte);
-                    word = _mm256_or_si256(word, _mm256_slli_epi32(digit, 8 * i));
-                }
-                word = _mm256_xor_si256(word, _mm256_set1_epi8(-128));
-                _mm256_store_si256(reinterpret_cast<__m256i*>(digits[four][k]), word);
-            }
+            store_words(fixed, digits[four]);
         }
     }
+};
+
+// The digits of a group's factors, as PanelInputs takes them.
+struct GroupDigits {
+    const TileFactors& factors;
+    int32_t lane;
+    const int32_t* word(int k, int q) const { return &factors.digits[q][k][lane]; }
 };
 
 // sum[c] += (high * 65536 + low) * unit, for eight columns.
@@ -367,27 +425,24 @@ void add_group_of_rows(const uint8_t* const* rows, int32_t count, int32_t group,
     }
     // Register 2 i + j has columns 4 j to 4 j + 3 of the eight from `at` on, and those 16 further.
     for (int i = 0; i < 4; ++i) {
-        const int32_t at = 32 * (i / 2) + 8 * (i % 2);
-        const auto joined = [](const __m256i* of, int half) {
-            return half ? _mm256_permute2x128_si256(of[0], of[1], 0x31) : _mm256_permute2x128_si256(of[0], of[1], 0x20);
-        };
-        for (int half = 0; half < 2; ++half) {
-            add_eight(joined(low + 2 * i, half), joined(high + 2 * i, half), factors.units[lane], sum + at + 16 * half);
-        }
+        float* to = sum + 32 * (i / 2) + 8 * (i % 2);
+        add_eight(_mm256_permute2x128_si256(low[2 * i], low[2 * i + 1], 0x20),
+                  _mm256_permute2x128_si256(high[2 * i], high[2 * i + 1], 0x20), factors.units[lane], to);
+        add_eight(_mm256_permute2x128_si256(low[2 * i], low[2 * i + 1], 0x31),
+                  _mm256_permute2x128_si256(high[2 * i], high[2 * i + 1], 0x31), factors.units[lane], to + 16);
     }
 }
 
 void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
                     float*, float* sum) {
-    const uint8_t* scales[kMaxTile];
     Prefetch prefetches[kMaxTile];
     for (int32_t r = 0; r < num_rows; ++r) {
-        scales[r] = rows[r] + part.scales_at;
         prefetches[r] = Prefetch(ahead, r);
     }
     for (int32_t first = 0; first < part.num_groups; first += kTotals) {
-        const TileFactors factors(part, scales, num_rows, h, first, sum + part.num_cols);
-        for (int32_t lane = 0; lane < kTotals && first + lane < part.num_groups; ++lane) {
+        const int32_t count = part.num_groups - first < kTotals ? part.num_groups - first : kTotals;
+        const TileFactors factors(ScalesOfRows{part, rows, first}, num_rows, count, h, sum + part.num_cols + first);
+        for (int32_t lane = 0; lane < count; ++lane) {
             const int32_t group = first + lane;
             add_group_of_rows(rows, num_rows, group, factors, lane, prefetches, sum + group * kBlock);
         }
@@ -397,31 +452,21 @@ void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
     }
 }
 
-// A panel of down has 16 columns of 64 rows, as the panel of a product has 64 columns of 16 rows.
 void add_panels(const Part& part, const uint8_t* tile, const float* h, PanelAhead& ahead, float* sum) {
-    const uint8_t* stored = tile + down_codes_bytes(part);
-    const uint8_t* scales[kMaxTile];
-    for (int32_t r = 0; r < kMaxTile; ++r) {
-        scales[r] = stored + r * (part.scale_bytes + part.zero_bytes);
-    }
-    constexpr int32_t panel_bytes = 8 * kLineBytes;
-    for (int32_t first = 0; first < part.num_groups; first += kTotals) {
-        const TileFactors factors(part, scales, kMaxTile, h, first, sum + part.num_cols);
-        for (int32_t lane = 0; lane < kTotals && first + lane < part.num_groups; ++lane) {
-            const int32_t group = first + lane;
-            // The digits of 64 rows, digit after digit.
-            alignas(32) int8_t digits[kDigitBytes];
-            for (int k = 0; k < kDigits; ++k) {
-                for (int32_t four = 0; four < kFours; ++four) {
-                    __builtin_memcpy(digits + k * kBlock + 4 * four, &factors.digits[four][k][lane], 4);
-                }
-            }
-            for (int32_t col = 0; col < kBlock; col += kPanelRows, tile += panel_bytes) {
-                fetch(ahead, panel_bytes);
+    for (int32_t first = 0; first < part.num_groups; first += kDownGroups) {
+        const int32_t count = part.num_groups - first < kDownGroups ? part.num_groups - first : kDownGroups;
+        const int32_t scale_bytes = 2 * 2 * kMaxTile * count;
+        const TileFactors factors(ScalesOfTile{tile, count}, kMaxTile, count, h, sum + part.num_cols + first);
+        fetch(ahead, scale_bytes);
+        tile += scale_bytes;
+        for (int32_t lane = 0; lane < count; ++lane) {
+            float* to = sum + (first + lane) * kBlock;
+            for (int32_t col = 0; col < kBlock; col += kPanelRows, tile += kDownPanelBytes) {
+                fetch(ahead, kDownPanelBytes);
                 BlockSums block;
-                PanelInputs<4>::add(tile, digits, block);
+                PanelInputs<4>::add(tile, GroupDigits{factors, lane}, block);
                 for (int v = 0; v < kHalves; ++v) {
-                    add_eight(block.low[v], block.high[v], factors.units[lane], sum + group * kBlock + col + 8 * v);
+                    add_eight(block.low[v], block.high[v], factors.units[lane], to + col + 8 * v);
                 }
             }
         }
