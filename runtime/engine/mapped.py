@@ -7,8 +7,8 @@ from contextlib import ExitStack, closing
 import torch
 
 from moe_pack import formats
-from moe_pack.runtime import cpu, drafts, model
-from moe_pack.runtime.engine import built, numerics
+from moe_pack.runtime import cpu, drafts, model, offload
+from moe_pack.runtime.engine import built, machine, numerics
 from moe_pack.runtime.engine.drafting import DraftChoice
 
 CPU = torch.device("cpu")
@@ -17,10 +17,18 @@ CPU = torch.device("cpu")
 def build_mapped(setup: built.Setup, computing: built.Computing, choice: DraftChoice) -> built.Built:
     """Builds the engine. The caller owns the operations."""
     with ExitStack() as stack:
-        weights = stack.enter_context(closing(model.open_weights(setup.pack, CPU, computing.operations)))
+        opened = model.open_weights(setup.pack, CPU, computing.operations, _panel_bytes(setup))
+        weights = stack.enter_context(closing(opened))
         decoder = cpu_decoder(setup, weights, model.PREFILL_TOKENS)
-        opened = choice.open(setup, decoder, weights, 1 + drafts.MOST_DRAFTED)
-        return built.Built(setup, computing, weights, decoder, opened, choice.why_not, built.Facts(), stack.pop_all())
+        drafter = choice.open(setup, decoder, weights, 1 + drafts.MOST_DRAFTED)
+        return built.Built(setup, computing, weights, decoder, drafter, choice.why_not, built.Facts(), stack.pop_all())
+
+
+def _panel_bytes(setup: built.Setup) -> int:
+    """Returns the memory for experts in panels: what a run takes by default and the whole pack does not need."""
+    most, routing = machine.usual_bytes(), offload.routing_bytes(setup.pack.folder)
+    needed = offload.whole_bytes(setup.pack.layout, setup.context_tokens, routing, setup.sequences)
+    return 0 if most is None else max(0, most - needed)
 
 
 def open_operations(setup: built.Setup, stack: ExitStack) -> built.Computing:

@@ -375,11 +375,12 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         if self.observer is not None:
             self.observer.routed(layer_idx, experts)
         ran = experts[0] if len(experts) == 1 else experts[router_weights != 0]
-        layouts, numbers = self._pack.layout.experts[layer_idx], set(ran.tolist())
-        self.bytes_read += sum(layouts[number].num_bytes for number in numbers)
-        if len(experts) <= _PANEL_TOKENS:
-            for number in numbers:
-                self.panels.want((layer_idx, number), self._mapped[layer_idx, number].rows)
+        wants_panels = len(experts) <= _PANEL_TOKENS
+        for number in set(ran.tolist()):
+            expert = self._mapped[layer_idx, number]
+            self.bytes_read += expert.num_bytes
+            if wants_panels:
+                self.panels.want((layer_idx, number), expert.rows)
         if layer_idx == self._last_layer_idx:
             self._check_files()
 
@@ -394,10 +395,15 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
                 raise cut_error(listed.name)
 
 
-def open_weights(pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> PackWeights:
-    """Returns a pack's weights: native operations use experts in mapped files, others read them."""
+def open_weights(
+    pack: formats.Pack, device: torch.device, operations: Operations = TORCH, panel_bytes: int = 0
+) -> PackWeights:
+    """Returns a pack's weights: native operations use experts in mapped files, others read them.
+
+    Args:    panel_bytes: memory for copies of experts in panels, by native operations.
+    """
     if isinstance(operations, NativeOperations):
-        return MappedPackWeights(pack, operations)
+        return MappedPackWeights(pack, operations, panel_bytes)
     return PackWeights(pack, device, operations)
 
 

@@ -40,7 +40,7 @@ struct All {
         (is_trellis(part) ? TRELLIS.decode : MOST.decode)(part, row, start, stop, out);
     }
 
-    static const Kernels* named(const char* name, const Kernels* one_digit = nullptr) {
+    static const Kernels* named(const char* name) {
         static const Kernels all = [=] {
             Kernels made = MOST;
             made.name = name;
@@ -49,17 +49,11 @@ struct All {
             made.dot_rows = dot_rows;
             made.add_rows = add_rows;
             made.decode = decode;
-            made.one_digit = one_digit;
             return made;
         }();
         return &all;
     }
 };
-
-template <const Kernels& EXACT, const Kernels& ONE, const TrellisKernels& TRELLIS>
-const Kernels* with_rounding(const char* name) {
-    return All<EXACT, TRELLIS>::named(name, All<ONE, TRELLIS>::named(name));
-}
 
 #endif
 
@@ -73,14 +67,13 @@ const Kernels* usable(int name_idx) {
         if (!has || (name_idx == 3 && !cpu_features().avx512vbmi)) {
             return nullptr;
         }
-        return name_idx == 3 ? with_rounding<avx512_kernels, avx512_kernels_of_one_digit, vbmi_trellis_kernels>(kNames[3])
-                             : with_rounding<avx512_kernels, avx512_kernels_of_one_digit, avx512_trellis_kernels>(kNames[2]);
+        return name_idx == 3 ? All<avx512_kernels, vbmi_trellis_kernels>::named(kNames[3])
+                             : All<avx512_kernels, avx512_trellis_kernels>::named(kNames[2]);
     }
     if (name_idx == 1) {
         const bool has = cpu_features().avx2 && cpu_features().fma &&
                          cpu_features().f16c && cpu_features().bmi2;
-        return has ? with_rounding<avx2_kernels, avx2_kernels_of_one_digit, avx2_trellis_kernels>(kNames[1])
-                   : nullptr;
+        return has ? All<avx2_kernels, avx2_trellis_kernels>::named(kNames[1]) : nullptr;
     }
 #endif
     return name_idx == 0 ? &portable_kernels : nullptr;

@@ -147,19 +147,13 @@ struct Kernels {
 
     // Products with rows in panels (panels.h); null: this instruction set has none, and rows stay as they are.
     const PanelKernels* panels;
-
-    // The same kernels with inputs of products rounded to one digit of 8 bits; null: it has none. (Two digits take as
-    // long as three where rows come from memory: tried with AVX2 and AVX-512, Zen 4.)
-    const Kernels* one_digit;
 };
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 // For all parts but trellises.
 extern const Kernels avx2_kernels;    // AVX2, FMA, F16C
-extern const Kernels avx2_kernels_of_one_digit;
 extern const Kernels avx512_kernels;  // AVX-512 F, BW, DQ, VL, VNNI
-extern const Kernels avx512_kernels_of_one_digit;
 
 // What takes a part of codec trellis in their place: the rest of such a part's is theirs.
 struct TrellisKernels {

@@ -15,7 +15,6 @@
 #include "floats_avx2.h"
 #include "cached_decode.h"
 #include "recurrence_vector.h"
-#include "rounded_rows_avx2.h"
 
 namespace moe_pack {
 namespace {
@@ -63,21 +62,13 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
 
 #include "row_kernels.h"
 #include "rows_avx2.h"
-#include "one_digit_kernels.h"
 
 namespace moe_pack {
 
-namespace {
-
-constexpr Kernels kExact = {
+const Kernels avx2_kernels = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, decode_cached, rotate, recur, convolve, &avx2_rounded_kernels, &avx2_panel_kernels, nullptr,
+    exponentials, decode_cached, rotate, recur, convolve, &avx2_rounded_kernels, &avx2_panel_kernels,
 };
-
-}  // namespace
-
-const Kernels avx2_kernels = kExact;
-const Kernels avx2_kernels_of_one_digit = with_one_digit(kExact);
 
 }  // namespace moe_pack
 

@@ -14,7 +14,6 @@
 #include "floats_avx512.h"
 #include "recurrence_vector.h"
 #include "cached_decode.h"
-#include "rounded_rows_avx512.h"
 
 namespace moe_pack {
 namespace {
@@ -61,21 +60,13 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
 
 #include "row_kernels.h"
 #include "rows_avx512.h"
-#include "one_digit_kernels.h"
 
 namespace moe_pack {
 
-namespace {
-
-constexpr Kernels kExact = {
+const Kernels avx512_kernels = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, decode_cached, rotate, recur, convolve, &avx512_rounded_kernels, nullptr, nullptr,
+    exponentials, decode_cached, rotate, recur, convolve, &avx512_rounded_kernels, nullptr,
 };
-
-}  // namespace
-
-const Kernels avx512_kernels = kExact;
-const Kernels avx512_kernels_of_one_digit = with_one_digit(kExact);
 
 }  // namespace moe_pack
 

@@ -82,7 +82,7 @@ void finish_sum(const Part&, const float* sum, float weight, int32_t start, int3
 
 const Kernels portable_kernels = {
     "portable", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode, dots, add,
-    exponentials, decode_cached, rotate, recur, convolve, nullptr, nullptr, nullptr,
+    exponentials, decode_cached, rotate, recur, convolve, nullptr, nullptr,
 };
 
 }  // namespace moe_pack

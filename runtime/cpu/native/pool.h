@@ -62,9 +62,7 @@ class Pool {
     const Kernels& whole_kernels() const { return whole_; }
 
     int threads() const { return (int)threads_.workers.size() + 1; }
-    const Kernels& kernels() const {
-        return digits() == 1 && kernels_.one_digit != nullptr ? *kernels_.one_digit : kernels_;
-    }
+    const Kernels& kernels() const { return kernels_; }
 
     // Held by the caller of `run` for as long as it uses the arena. Who forks while another thread holds it must not
     // use the pool in the child, where nothing would release it.

@@ -283,9 +283,9 @@ def rounded(x: Tensor, digits: int) -> Tensor:
 
 
 def digits_of(stored: PartFormat, num_tokens: int, digits: int, instruction_set: str) -> int:
-    """The digits to which inputs are rounded: AVX2 has bytes for small codes alone; few tokens, affine codes alone."""
+    """The digits to which inputs are rounded: those of few tokens are not; AVX2 has bytes for small codes alone."""
     if num_tokens <= 3:
-        return 1 if digits == 1 and stored.codec == "affine" else 0
+        return 0
     if instruction_set == "avx2" and (stored.codec != "affine" or stored.bits > 4):
         return 2
     return digits
