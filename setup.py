@@ -35,6 +35,8 @@ SOURCES = (
     "products",
     "panels",
     "panels_avx2",
+    "panels_avx512",
+    "panels_avxvnni",
     "whole",
     "attention",
     "cached_rows",

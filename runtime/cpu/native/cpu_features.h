@@ -13,6 +13,7 @@ struct CpuFeatures {
     bool pclmul = false, sse41 = false, fma = false, f16c = false;
     bool avx2 = false, bmi2 = false;
     bool avx512f = false, avx512bw = false, avx512dq = false, avx512vl = false, avx512vnni = false, avx512vbmi = false;
+    bool avx_vnni = false;
 
     CpuFeatures() {
         unsigned a = 0, b = 0, c = 0, d = 0;
@@ -27,6 +28,7 @@ struct CpuFeatures {
         bmi2 = b >> 8 & 1, avx2 = has_ymm && (b >> 5 & 1);
         avx512f = has_zmm && (b >> 16 & 1), avx512dq = has_zmm && (b >> 17 & 1), avx512bw = has_zmm && (b >> 30 & 1);
         avx512vl = has_zmm && (b >> 31 & 1), avx512vbmi = has_zmm && (c >> 1 & 1), avx512vnni = has_zmm && (c >> 11 & 1);
+        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) avx_vnni = has_ymm && (a >> 4 & 1);
     }
 };
 

@@ -1,6 +1,7 @@
 // Which instruction set's kernels this machine can run.
 #include "cpu_features.h"
 #include "kernels.h"
+#include "panels.h"
 
 #include <cstring>
 
@@ -40,9 +41,11 @@ struct All {
         (is_trellis(part) ? TRELLIS.decode : MOST.decode)(part, row, start, stop, out);
     }
 
-    static const Kernels* named(const char* name) {
+    // `panels`: null for those of MOST.
+    static const Kernels* named(const char* name, const PanelKernels* panels = nullptr) {
         static const Kernels all = [=] {
             Kernels made = MOST;
+            if (panels != nullptr) made.panels = panels;
             made.name = name;
             made.prepared_bytes = prepared_bytes;
             made.prepare = prepare;
@@ -73,7 +76,8 @@ const Kernels* usable(int name_idx) {
     if (name_idx == 1) {
         const bool has = cpu_features().avx2 && cpu_features().fma &&
                          cpu_features().f16c && cpu_features().bmi2;
-        return has ? All<avx2_kernels, avx2_trellis_kernels>::named(kNames[1]) : nullptr;
+        const PanelKernels* panels = cpu_features().avx_vnni ? avx_vnni_panel_kernels() : nullptr;  // of the same bits
+        return has ? All<avx2_kernels, avx2_trellis_kernels>::named(kNames[1], panels) : nullptr;
     }
 #endif
     return name_idx == 0 ? &portable_kernels : nullptr;

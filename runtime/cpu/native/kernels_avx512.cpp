@@ -5,6 +5,7 @@
 #if defined(__x86_64__)
 
 #include "kernels.h"
+#include "panels.h"
 #include "rounded.h"
 
 #include "target_avx512.h"
@@ -65,7 +66,7 @@ namespace moe_pack {
 
 const Kernels avx512_kernels = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, decode_cached, rotate, recur, convolve, &avx512_rounded_kernels, nullptr,
+    exponentials, decode_cached, rotate, recur, convolve, &avx512_rounded_kernels, &avx512_panel_kernels,
 };
 
 }  // namespace moe_pack

@@ -110,6 +110,8 @@ struct PanelKernels {
 
 #if defined(__x86_64__)
 extern const PanelKernels avx2_panel_kernels;
+extern const PanelKernels avx512_panel_kernels;
+const PanelKernels* avx_vnni_panel_kernels();  // null: the compiler does not know them
 #endif
 
 }  // namespace moe_pack

@@ -1,0 +1,397 @@
+// Panels with AVX2 and what has more: codes of 4 bits times three digits in bytes, of 8 bits times two of 12 bits in words.
+//
+// As with rows, an input is 24-bit fixed point relative to the token's largest, and the sum over a group is exact. Every
+// instruction set takes the same sums in the same order: all give the same bits. A file that includes this has set its
+// target and defines a table of kernels by `panel_kernels`, from how it adds up products, and from the registers in which
+// it does: internal linkage as in vector.h.
+#pragma once
+
+#include "affine_avx2.h"
+#include "panels.h"
+
+namespace moe_pack {
+namespace {
+
+constexpr int32_t kTotals = 8;  // blocks b, b + 8, b + 16, … of a row have a sum of their own
+
+inline int32_t word_at(const void* from) {
+    int32_t word;
+    __builtin_memcpy(&word, from, sizeof word);
+    return word;
+}
+
+// Registers of eight double words, one for each of 8 rows (or columns of down).
+struct Ymm {
+    using Ints = __m256i;
+    using Floats = __m256;
+    static constexpr int32_t lanes = 8;
+
+    static Ints zero() { return _mm256_setzero_si256(); }
+    static Ints load(const void* from) { return load_bytes(from); }
+    static Ints broadcast(const void* word) { return _mm256_set1_epi32(word_at(word)); }
+    static Ints low_nibbles(Ints bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+    static Ints high_nibbles(Ints bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
+    static Ints even_bytes(Ints bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi16(255)); }
+    static Ints odd_bytes(Ints bytes) { return _mm256_srli_epi16(bytes, 8); }
+    static Floats floats(Ints ints) { return _mm256_cvtepi32_ps(ints); }
+    static Floats halves(const void* from) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from))); }
+    static Floats set(float value) { return _mm256_set1_ps(value); }
+    static Floats load_floats(const float* from) { return _mm256_load_ps(from); }
+    static void store_floats(float* to, Floats values) { _mm256_store_ps(to, values); }
+    static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+    static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
+};
+
+inline void fetch(PanelAhead& ahead, int32_t num_bytes) {
+    if (ahead.at == nullptr) return;
+    for (int32_t line = 0; line < num_bytes; line += kLineBytes) {
+        __builtin_prefetch(ahead.at + line);
+    }
+    ahead.pass(num_bytes);
+}
+
+// Sums of a block's products with 16 rows: high * high_unit(WIDTH) + low.
+template <class R>
+struct BlockSums {
+    static constexpr int count = kPanelRows / R::lanes;
+    typename R::Ints low[count], high[count];
+};
+
+constexpr float high_unit(int width) { return width == 4 ? 65536.0f : 4096.0f; }
+constexpr int32_t input_bytes(int width) { return width == 4 ? kDigitBytes : 4 * kBlock; }  // of a block
+
+// Inputs for 4 bits: the digits of a block as prepare_digits has them; those of inputs 4 q to 4 q + 3 are a word.
+struct BlockDigits {
+    const int8_t* digits;
+    const void* word(int k, int q) const { return digits + k * kBlock + 4 * q; }
+};
+
+// For 8 bits: 64 low words, then 64 high ones; of every four columns the first and third, then the second and fourth.
+struct BlockWords {
+    const int8_t* words;
+    const void* even_low(int j) const { return words + 8 * j; }
+    const void* odd_low(int j) const { return words + 8 * j + 4; }
+    const void* even_high(int j) const { return words + 2 * kBlock + 8 * j; }
+    const void* odd_high(int j) const { return words + 2 * kBlock + 8 * j + 4; }
+};
+
+// A block of fixed-point inputs as words, and their sum.
+inline int32_t store_words(const int32_t* fixed, int16_t* words) {
+    int32_t sum = 0;
+    for (int32_t c = 0; c < kBlock; c += 4) {
+        for (int i = 0; i < 4; ++i) {
+            const int32_t value = fixed[c + i], low = ((value + 2048) & 4095) - 2048;
+            const int place = c + 2 * (i % 2) + i / 2;
+            words[place] = int16_t(low);
+            words[kBlock + place] = int16_t((value - low) >> 12);
+            sum += value;
+        }
+    }
+    return sum;
+}
+
+void prepare_words(const Part& part, const float* x, void* prepared) {
+    const float peak = largest_magnitude(x, part.num_cols);
+    const bool finite = is_finite(peak);
+    float* header = static_cast<float*>(prepared);
+    header[0] = finite ? peak : __builtin_nanf("");
+    auto* words = reinterpret_cast<int16_t*>(static_cast<int8_t*>(prepared) + kHeaderBytes);
+    float* sums = reinterpret_cast<float*>(words + 2 * part.num_cols);
+    if (!finite || peak == 0.0f) {
+        __builtin_memset(words, 0, size_t(4) * part.num_cols + 4 * size_t(part.num_groups));
+        return;
+    }
+    const float lift = peak < 0x1p-90f ? 0x1p60f : 1.0f;  // as in prepare_digits
+    const __m256 steps = _mm256_set1_ps(kPeak / (peak * lift));
+    for (int32_t b = 0; b < part.num_groups; ++b) {
+        int32_t fixed[kBlock];
+        for (int32_t c = 0; c < kBlock; c += 8) {
+            const __m256 lifted = _mm256_mul_ps(_mm256_loadu_ps(x + b * kBlock + c), _mm256_set1_ps(lift));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(fixed + c), _mm256_cvtps_epi32(_mm256_mul_ps(lifted, steps)));
+        }
+        sums[b] = float(store_words(fixed, words + size_t(2) * b * kBlock));
+    }
+}
+
+// -- Products --------------------------------------------------------------------------------------------------------
+
+template <class R, class Sums, int WIDTH>
+void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const uint8_t* prepared, float* out) {
+    constexpr int32_t code_bytes = WIDTH * 8 * kPanelRows, block_bytes = code_bytes + kPanelScaleBytes;
+    const auto* inputs = reinterpret_cast<const int8_t*>(prepared) + kHeaderBytes;
+    const auto* sums = reinterpret_cast<const float*>(inputs + size_t(input_bytes(WIDTH)) * part.num_groups);
+    alignas(64) float totals[kTotals][kPanelRows] = {};
+    for (int32_t b = 0; b < part.num_groups; ++b, panel += block_bytes, inputs += input_bytes(WIDTH)) {
+        fetch(ahead, block_bytes);
+        BlockSums<R> block;
+        if constexpr (WIDTH == 4) {
+            Sums::add_nibbles(panel, BlockDigits{inputs}, block);
+        } else {
+            Sums::add_bytes(panel, BlockWords{inputs}, block);
+        }
+        const uint8_t* scales = panel + code_bytes;
+        for (int v = 0; v < block.count; ++v) {
+            const auto scale = R::halves(scales + 2 * R::lanes * v);
+            const auto zero = R::halves(scales + 2 * (kPanelRows + R::lanes * v));
+            const auto codes =
+                R::multiply_add(R::floats(block.high[v]), R::set(high_unit(WIDTH)), R::floats(block.low[v]));
+            float* total = totals[b % kTotals] + R::lanes * v;
+            const auto centered = R::subtract_product(zero, R::set(sums[b]), codes);
+            R::store_floats(total, R::multiply_add(centered, scale, R::load_floats(total)));
+        }
+    }
+    const float peak = *reinterpret_cast<const float*>(prepared);
+    for (int32_t half = kTotals / 2; half > 0; half /= 2) {  // as lanes_total adds
+        for (int32_t i = 0; i < half; ++i) {
+            for (int32_t r = 0; r < kPanelRows; ++r) {
+                totals[i][r] += totals[i + half][r];
+            }
+        }
+    }
+    for (int32_t r = 0; r < kPanelRows; ++r) {
+        out[r] = totals[0][r] * (1.0f / kPeak) * peak;
+    }
+}
+
+size_t panel_prepared_bytes(const Part& part) {
+    return round_up(kHeaderBytes + size_t(input_bytes(part.width)) * part.num_groups + 4 * padded_groups(part), 64);
+}
+
+void prepare_panel(const Part& part, const float* x, void* prepared) {
+    (part.width == 4 ? prepare_digits : prepare_words)(part, x, prepared);
+}
+
+template <class R, class Sums>
+void dot_panels(const Part& part, const uint8_t* panels, size_t stride, int32_t count, const void* prepared,
+                PanelAhead& ahead, float* out) {
+    const auto dot = part.width == 4 ? dot_panel<R, Sums, 4> : dot_panel<R, Sums, 8>;
+    for (int32_t p = 0; p < count; ++p) {
+        dot(part, panels + p * stride, ahead, static_cast<const uint8_t*>(prepared), out + kPanelRows * p);
+    }
+}
+
+// -- Rows of 4 bits as they lie, with the bits that panels give ---------------------------------------------------------
+
+// The sums of eight registers' lanes, in their order.
+inline __m256i sums_of_lanes(const __m256i registers[8]) {
+    __m256i pairs[4], fours[2];
+    for (int i = 0; i < 4; ++i) {
+        pairs[i] = _mm256_hadd_epi32(registers[2 * i], registers[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        fours[i] = _mm256_hadd_epi32(pairs[2 * i], pairs[2 * i + 1]);
+    }
+    return _mm256_add_epi32(_mm256_permute2x128_si256(fours[0], fours[1], 0x20),
+                            _mm256_permute2x128_si256(fours[0], fours[1], 0x31));
+}
+
+// As dot_panel, with a lane for each of its totals.
+template <class Sums>
+float dot_whole_row(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch) {
+    const Inputs inputs(part, prepared);
+    const uint8_t* scales = row + part.scales_at;
+    __m256 totals = _mm256_setzero_ps();
+    for (int32_t first = 0; first < part.num_groups; first += kTotals) {
+        __m256i low[kTotals], high[kTotals];
+        for (int32_t i = 0; i < kTotals; ++i) {
+            if (first + i >= part.num_groups) {
+                low[i] = high[i] = _mm256_setzero_si256();
+                continue;
+            }
+            prefetch.line();
+            const Codes codes = load_codes<4>(row + (first + i) * 32);
+            Sums::add_row(codes, inputs.digits + (first + i) * kDigitBytes, low[i], high[i]);
+        }
+        const __m256 codes = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums_of_lanes(high)), _mm256_set1_ps(65536.0f),
+                                             _mm256_cvtepi32_ps(sums_of_lanes(low)));
+        const __m256 scale = load_eight(part, scales, first, false);
+        const __m256 zero = load_eight(part, scales + part.scale_bytes, first, true);
+        const __m256 centered = _mm256_fnmadd_ps(zero, _mm256_load_ps(inputs.sums + first), codes);
+        totals = _mm256_fmadd_ps(centered, scale, totals);
+    }
+    return lanes_total(totals) * (1.0f / kPeak) * inputs.peak;
+}
+
+template <class Sums>
+void dot_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                    const Ahead& ahead, float*, float* out) {
+    for (int32_t r = 0; r < num_rows; ++r) {
+        Prefetch prefetch(ahead, r);
+        out[r] = dot_whole_row<Sums>(part, rows[r], prepared, prefetch);
+        prefetch.rest();
+    }
+}
+
+// -- Sums of down rows -------------------------------------------------------------------------------------------------
+
+constexpr int32_t kFours = kMaxTile / 4;
+constexpr float kLeastPeak = 0x1p-103f;  // of factors: smaller ones count as far as they are no smaller than 2^-24 of it
+
+// Up to eight float16, and zeros.
+inline __m256 load_halves(const uint8_t* from, int32_t count) {
+    uint8_t padded[16] = {};
+    if (count < kTotals) {
+        __builtin_memcpy(padded, from, 2 * size_t(count));
+        from = padded;
+    }
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+// The digits of four rows' factors, made positive by a bias: byte k of each in one double word.
+inline void store_words(const __m256i fixed[4], int32_t digits[kDigits][kTotals]) {
+    const __m256i odd_bytes = _mm256_set1_epi16(int16_t(0xff00));
+    __m256i even[2], odd[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m256i one = fixed[2 * i], other = fixed[2 * i + 1];
+        even[i] = _mm256_blendv_epi8(one, _mm256_slli_epi32(other, 8), odd_bytes);
+        odd[i] = _mm256_blendv_epi8(_mm256_srli_epi32(one, 8), other, odd_bytes);
+    }
+    const __m256i words[kDigits] = {_mm256_blend_epi16(even[0], _mm256_slli_epi32(even[1], 16), 0xaa),
+                                    _mm256_blend_epi16(odd[0], _mm256_slli_epi32(odd[1], 16), 0xaa),
+                                    _mm256_blend_epi16(_mm256_srli_epi32(even[0], 16), even[1], 0xaa)};
+    for (int k = 0; k < kDigits; ++k) {
+        const __m256i digit = _mm256_xor_si256(words[k], _mm256_set1_epi8(-128));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(digits[k]), digit);
+    }
+}
+
+// Where scales and zeros of a tile's rows are from a group on: in rows, or behind one another.
+struct ScalesOfRows {
+    const Part& part;
+    const uint8_t* const* rows;
+    int32_t group;
+    const uint8_t* scales(int32_t r) const { return rows[r] + part.scales_at + 2 * group; }
+    const uint8_t* zeros(int32_t r) const { return scales(r) + part.scale_bytes; }
+};
+
+struct ScalesOfTile {
+    const uint8_t* first;
+    int32_t num_groups;
+    const uint8_t* scales(int32_t r) const { return first + 2 * r * num_groups; }
+    const uint8_t* zeros(int32_t r) const { return scales(kMaxTile + r); }
+};
+
+// What the rows of a tile are multiplied with in eight groups: h * scale as 24-bit fixed point, relative to the largest of
+// a group.
+struct TileFactors {
+    alignas(32) int32_t digits[kFours][kDigits][kTotals];
+    alignas(32) float units[kTotals];
+
+    // `num_groups`: at most eight. zeros[g] += h * scale * zero.
+    template <class ScalesOf>
+    TileFactors(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros) {
+        __m256 factors[kMaxTile], peak = _mm256_set1_ps(kLeastPeak), zero_sum = _mm256_load_ps(zeros);
+        __m256 faults = _mm256_setzero_ps();  // NaN where a factor is not finite
+        const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+        for (int32_t r = 0; r < num_rows; ++r) {
+            const __m256 factor =
+                _mm256_mul_ps(load_halves(scales_of.scales(r), num_groups), _mm256_broadcast_ss(h + r));
+            zero_sum = _mm256_fmadd_ps(factor, load_halves(scales_of.zeros(r), num_groups), zero_sum);
+            peak = _mm256_max_ps(_mm256_and_ps(factor, magnitude), peak);
+            faults = _mm256_fmadd_ps(factor, _mm256_setzero_ps(), faults);
+            factors[r] = factor;
+        }
+        for (int32_t r = num_rows; r % 4; ++r) {
+            factors[r] = _mm256_setzero_ps();
+        }
+        _mm256_store_ps(zeros, zero_sum);
+        _mm256_store_ps(units, _mm256_add_ps(_mm256_mul_ps(peak, _mm256_set1_ps(1.0f / kPeak)), faults));
+        const __m256 steps = _mm256_div_ps(_mm256_set1_ps(kPeak), peak);
+        for (int32_t four = 0; 4 * four < num_rows; ++four) {
+            __m256i fixed[4];
+            for (int i = 0; i < 4; ++i) {
+                fixed[i] = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(factors[4 * four + i], steps)),
+                                            _mm256_set1_epi32(0x808080));  // as in split_block
+            }
+            store_words(fixed, digits[four]);
+        }
+    }
+};
+
+// The digits of a group's factors, as PanelInputs takes them.
+struct GroupDigits {
+    const TileFactors& factors;
+    int32_t lane;
+    const void* word(int k, int q) const { return &factors.digits[q][k][lane]; }
+};
+
+// sum[c] += (high * 65536 + low) * unit, for the columns of a register.
+template <class R>
+inline void add_columns(typename R::Ints low, typename R::Ints high, float unit, float* sum) {
+    const auto codes = R::multiply_add(R::floats(high), R::set(high_unit(4)), R::floats(low));
+    R::store_floats(sum, R::multiply_add(codes, R::set(unit), R::load_floats(sum)));
+}
+
+// Adds 16 columns of two registers in the order of unpacked bytes: the first has the columns 0 to 3 and 16 to 19 of those
+// from `sum` on, the second 4 to 7 and 20 to 23.
+inline void add_unpacked(const __m256i low[2], const __m256i high[2], float unit, float* sum) {
+    add_columns<Ymm>(_mm256_permute2x128_si256(low[0], low[1], 0x20), _mm256_permute2x128_si256(high[0], high[1], 0x20),
+                     unit, sum);
+    add_columns<Ymm>(_mm256_permute2x128_si256(low[0], low[1], 0x31), _mm256_permute2x128_si256(high[0], high[1], 0x31),
+                     unit, sum + 16);
+}
+
+template <class Sums>
+void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
+                    float*, float* sum) {
+    Prefetch prefetches[kMaxTile];
+    for (int32_t r = 0; r < num_rows; ++r) {
+        prefetches[r] = Prefetch(ahead, r);
+    }
+    for (int32_t first = 0; first < part.num_groups; first += kTotals) {
+        const int32_t count = part.num_groups - first < kTotals ? part.num_groups - first : kTotals;
+        const TileFactors factors(ScalesOfRows{part, rows, first}, num_rows, count, h, sum + part.num_cols + first);
+        for (int32_t lane = 0; lane < count; ++lane) {
+            const int32_t group = first + lane;
+            for (int32_t r = 0; r < num_rows; ++r) {
+                prefetches[r].line();
+            }
+            Sums::add_group(rows, num_rows, group, GroupDigits{factors, lane}, factors.units[lane], sum + group * kBlock);
+        }
+    }
+    for (int32_t r = 0; r < num_rows; ++r) {
+        prefetches[r].rest();
+    }
+}
+
+template <class R, class Sums>
+void add_panels(const Part& part, const uint8_t* tile, const float* h, PanelAhead& ahead, float* sum) {
+    for (int32_t first = 0; first < part.num_groups; first += kDownGroups) {
+        const int32_t count = part.num_groups - first < kDownGroups ? part.num_groups - first : kDownGroups;
+        const int32_t scale_bytes = 2 * 2 * kMaxTile * count;
+        const TileFactors factors(ScalesOfTile{tile, count}, kMaxTile, count, h, sum + part.num_cols + first);
+        fetch(ahead, scale_bytes);
+        tile += scale_bytes;
+        for (int32_t lane = 0; lane < count; ++lane) {
+            float* to = sum + (first + lane) * kBlock;
+            for (int32_t col = 0; col < kBlock; col += kPanelRows, tile += kDownPanelBytes) {
+                fetch(ahead, kDownPanelBytes);
+                BlockSums<R> block;
+                Sums::add_nibbles(tile, GroupDigits{factors, lane}, block);
+                for (int v = 0; v < block.count; ++v) {
+                    add_columns<R>(block.low[v], block.high[v], factors.units[lane], to + col + R::lanes * v);
+                }
+            }
+        }
+    }
+}
+
+size_t whole_sum_floats(const Part& part) { return round_up(size_t(part.num_cols), 16) + padded_groups(part); }
+
+void finish_whole_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
+    const float* zeros = sum + part.num_cols;
+    for (int32_t c = start; c < stop; c += 8) {
+        const __m256 total = _mm256_sub_ps(_mm256_load_ps(sum + c), _mm256_set1_ps(zeros[c / kBlock]));
+        _mm256_storeu_ps(out + c, _mm256_fmadd_ps(total, _mm256_set1_ps(weight), _mm256_loadu_ps(out + c)));
+    }
+}
+
+// How an instruction set adds up products is `Sums`, in registers `R`.
+template <class R, class Sums>
+constexpr PanelKernels panel_kernels() {
+    return {panel_prepared_bytes,   prepare_panel,    dot_panels<R, Sums>, dot_whole_rows<Sums>,
+            add_whole_rows<Sums>,   add_panels<R, Sums>, whole_sum_floats,  finish_whole_sum};
+}
+
+}  // namespace
+}  // namespace moe_pack

@@ -1,0 +1,117 @@
+// Sums of a block's products by VNNI, which adds the products of four bytes, or of two words, to a double word.
+#pragma once
+
+#include "panel_kernels.h"
+
+namespace moe_pack {
+namespace {
+
+// `R` has dot_bytes(sum, codes, digits) and dot_words(sum, codes, words), and registers as panel_kernels.h wants them; `Y`
+// has the first of the two for eight double words.
+template <class R, class Y>
+struct VnniSums {
+    template <class Digits>
+    static void add_nibbles(const uint8_t* lines, const Digits& digits, BlockSums<R>& sums) {
+        constexpr int count = BlockSums<R>::count;
+        typename R::Ints of_low[count][kDigits], of_high[count][kDigits];  // apart, so that chains are shorter
+        for (int v = 0; v < count; ++v) {
+            for (int k = 0; k < kDigits; ++k) {
+                of_low[v][k] = of_high[v][k] = R::zero();
+            }
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < 8; ++j) {
+#pragma GCC unroll 2
+            for (int v = 0; v < count; ++v) {
+                const auto codes = R::load(lines + j * kLineBytes + 4 * R::lanes * v);
+                const auto low = R::low_nibbles(codes), high = R::high_nibbles(codes);
+#pragma GCC unroll 3
+                for (int k = 0; k < kDigits; ++k) {
+                    of_low[v][k] = R::dot_bytes(of_low[v][k], low, R::broadcast(digits.word(k, 2 * j)));
+                    of_high[v][k] = R::dot_bytes(of_high[v][k], high, R::broadcast(digits.word(k, 2 * j + 1)));
+                }
+            }
+        }
+        for (int v = 0; v < count; ++v) {
+            const auto middle = R::add(of_low[v][1], of_high[v][1]), lowest = R::add(of_low[v][0], of_high[v][0]);
+            sums.low[v] = R::add(R::times_256(middle), lowest);
+            sums.high[v] = R::add(of_low[v][2], of_high[v][2]);
+        }
+    }
+
+    static void add_row(const Codes& codes, const int8_t* digits, __m256i& low, __m256i& high) {
+        __m256i sums[kDigits];
+        for (int k = 0; k < kDigits; ++k) {
+            const __m256i first = Y::dot_bytes(Y::zero(), codes.half[0], load_bytes(digits + k * kBlock));
+            sums[k] = Y::dot_bytes(first, codes.half[1], load_bytes(digits + k * kBlock + 32));
+        }
+        low = _mm256_add_epi32(_mm256_slli_epi32(sums[1], 8), sums[0]);
+        high = sums[2];
+    }
+
+    // Fours of rows: a double word has a byte of each, times the four factors' digits.
+    static void add_group(const uint8_t* const* rows, int32_t count, int32_t group, const GroupDigits& factors, float unit,
+                          float* sum) {
+        for (int i = 0; i < 2; ++i) {
+            __m256i sums[2][2][kDigits];  // of low halves and of high ones, of the two registers that lie side by side
+            for (int k = 0; k < kDigits; ++k) {
+                sums[0][0][k] = sums[0][1][k] = sums[1][0][k] = sums[1][1][k] = Y::zero();
+            }
+            for (int32_t four = 0; 4 * four < count; ++four) {
+                __m256i row[4];
+                for (int r = 0; r < 4; ++r) {
+                    row[r] = 4 * four + r < count ? load_bytes(rows[4 * four + r] + 32 * group) : Y::zero();
+                }
+                const __m256i pairs[2] = {
+                    i == 0 ? _mm256_unpacklo_epi8(row[0], row[1]) : _mm256_unpackhi_epi8(row[0], row[1]),
+                    i == 0 ? _mm256_unpacklo_epi8(row[2], row[3]) : _mm256_unpackhi_epi8(row[2], row[3])};
+                const __m256i fours[2] = {_mm256_unpacklo_epi16(pairs[0], pairs[1]),
+                                          _mm256_unpackhi_epi16(pairs[0], pairs[1])};
+                for (int k = 0; k < kDigits; ++k) {
+                    const __m256i digits = Y::broadcast(factors.word(k, four));
+                    for (int s = 0; s < 2; ++s) {
+                        sums[0][s][k] = Y::dot_bytes(sums[0][s][k], Y::low_nibbles(fours[s]), digits);
+                        sums[1][s][k] = Y::dot_bytes(sums[1][s][k], Y::high_nibbles(fours[s]), digits);
+                    }
+                }
+            }
+            for (int half = 0; half < 2; ++half) {
+                __m256i low[2], high[2];
+                for (int s = 0; s < 2; ++s) {
+                    low[s] = _mm256_add_epi32(_mm256_slli_epi32(sums[half][s][1], 8), sums[half][s][0]);
+                    high[s] = sums[half][s][2];
+                }
+                add_unpacked(low, high, unit, sum + 32 * half + 8 * i);
+            }
+        }
+    }
+
+    static void add_bytes(const uint8_t* lines, const BlockWords& words, BlockSums<R>& sums) {
+        constexpr int count = BlockSums<R>::count;
+        typename R::Ints low[count][2], high[count][2];
+        for (int v = 0; v < count; ++v) {
+            for (int i = 0; i < 2; ++i) {
+                low[v][i] = high[v][i] = R::zero();
+            }
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < kBlock / 4; ++j) {
+#pragma GCC unroll 2
+            for (int v = 0; v < count; ++v) {
+                const auto codes = R::load(lines + j * kLineBytes + 4 * R::lanes * v);
+                const auto even = R::even_bytes(codes), odd = R::odd_bytes(codes);
+                low[v][0] = R::dot_words(low[v][0], even, R::broadcast(words.even_low(j)));
+                low[v][1] = R::dot_words(low[v][1], odd, R::broadcast(words.odd_low(j)));
+                high[v][0] = R::dot_words(high[v][0], even, R::broadcast(words.even_high(j)));
+                high[v][1] = R::dot_words(high[v][1], odd, R::broadcast(words.odd_high(j)));
+            }
+        }
+        for (int v = 0; v < count; ++v) {
+            sums.low[v] = R::add(low[v][0], low[v][1]);
+            sums.high[v] = R::add(high[v][0], high[v][1]);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace moe_pack
