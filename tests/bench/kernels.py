@@ -418,14 +418,14 @@ class Speed:
     ratio: float | None
 
 
-def synthetic_pack(shape: Shape, stored: str, folder: Path) -> Path:
+def synthetic_pack(shape: Shape, stored: str, dense_bits: int, folder: Path) -> Path:
     """Returns a pack of random weights whose experts are in the format of this name, made unless it is there."""
-    pack, part = folder / stored, format_of(stored)
+    pack, part = folder / f"{stored}-dense-{dense_bits}", format_of(stored)
     if not (pack / "manifest.json").exists():
         bits, group = f"{part.bits:g}", "row" if part.group == ROW_GROUP else part.group
         moe_pack(
             *("synth", shape.model, "-o", pack, "--layers", shape.layers, "--vocab", shape.vocab),
-            *("--selector-bits", bits, "--record-bits", bits, "--dense-bits", 4, "--group-size", group),
+            *("--selector-bits", bits, "--record-bits", bits, "--dense-bits", dense_bits, "--group-size", group),
             *(() if part.codec == "bf16" else ("--codec", part.codec)),
             *("--rotate", "off"),
         )
@@ -487,6 +487,9 @@ def run_rounds(
     "--sparsity", "sparsities", multiple=True, type=click.FloatRange(0, 0.99), default=(0.0, 0.8), show_default=True
 )
 @click.option("--formats", default="4", show_default=True, help="Of experts, as for experts.")
+@click.option(
+    "--dense-bits", default=8, show_default=True, type=click.Choice((4, 8)), help="Of dense matrices; 8 as convert does."
+)
 @click.option("--threads", multiple=True, default=(1, 2), show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--prompt-tokens", default=16, show_default=True, type=click.IntRange(1), help="Before decoding.")
@@ -504,6 +507,7 @@ def decode_command(
     models: tuple[str, ...],
     sparsities: tuple[float, ...],
     formats: str,
+    dense_bits: int,
     threads: tuple[int, ...],
     rounds: int,
     prompt_tokens: int,
@@ -518,8 +522,8 @@ def decode_command(
 ) -> None:
     """Times decode and prefill of some layers of random weights, all in memory, against llama.cpp.
 
-    Our packs (selector `up`, 4 bit but for the experts of other formats, group 64) and a GGUF of the same layers, head
-    and embedding in Q4_0, 4.5 bits a weight. Packs of a sparsity share their experts. One program works while the
+    Our packs (selector `up`, group 64) and a GGUF of the same layers, head and embedding, with experts in Q4_0, 4.5 bits
+    a weight as ours, and the rest in Q8_0, 8.5 bits, or with --dense-bits 4 in Q4_0. Packs of a sparsity share their experts. One program works while the
     others wait; of each round every program decodes and prefills the same random tokens. Of a prefill only the last
     token's logits are asked for. Medians over rounds.
     """
@@ -528,7 +532,7 @@ def decode_command(
         shape = replace(_SHAPES[name], layers=layers or _SHAPES[name].layers, vocab=vocab)
         place = folder / f"decode-{name}-{shape.layers}-layers-{vocab}-tokens"
         place.mkdir(parents=True, exist_ok=True)
-        dense = {stored: synthetic_pack(shape, stored, place) for stored in formats.split(",")}
+        dense = {stored: synthetic_pack(shape, stored, dense_bits, place) for stored in formats.split(",")}
         context = max(prompt_tokens + decode_tokens, prefill_tokens)
         with ExitStack() as stack:
             packs = {
@@ -543,7 +547,7 @@ def decode_command(
             ]
             spec = next(iter(packs.values())).spec
             if llama_python:
-                gguf = make_gguf(synthetic_pack(shape, "4", place), llama_python)
+                gguf = make_gguf(synthetic_pack(shape, "4", dense_bits, place), llama_python)
                 llama = Llama(llama_python, gguf, spec, context)
                 stack.callback(llama.close)
                 programs.append(llama)

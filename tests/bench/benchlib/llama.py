@@ -1,7 +1,7 @@
 """llama.cpp as a comparison: GGUFs of our packs, a process that decodes them, and experts in its types.
 
-A GGUF has its pack's routers, embedding, attention and norms, in Q4_0 where the pack has 4 bit, and random experts of
-the same size and deviation: tokens go to experts as in the pack, some often, some seldom. Of the experts that 24
+A GGUF has its pack's routers, embedding, attention and norms, in Q4_0 where the pack has 4 bit and in Q8_0 where it has
+8, and random experts of the same size and deviation: tokens go to experts as in the pack, some often, some seldom. Of the experts that 24
 random tokens chose in each layer, 91 to 98% were the pack's own choices; at OLMoE's dimensions, 16 layers, 92 to 96%
 (llama-cpp-python 0.3.36).
 
@@ -145,7 +145,11 @@ def make_gguf(pack: Path, llama_python: Path) -> Path:
 
     A pack of which some neurons do not run has the GGUF of the pack of which all run: llama.cpp runs all of both.
     """
-    path = pack.with_name(f"{pack.name.removesuffix(SPARSE)}-Q4_0.gguf")
+    with Pack(pack) as opened:
+        widths = {dense.format.width for dense in opened.manifest.dense}
+    dense_type = "Q8_0" if widths == {8} else "Q4_0"
+    types = "Q4_0" if dense_type == "Q4_0" else f"{dense_type}-Q4_0"
+    path = pack.with_name(f"{pack.name.removesuffix(SPARSE)}-{types}.gguf")
     if path.exists():
         return path
     click.echo(f"making {path}", err=True)
@@ -158,7 +162,7 @@ def make_gguf(pack: Path, llama_python: Path) -> Path:
             _write_given(weights, given)
             deviations = json.dumps(_deviations(weights))
         command = [*llama_command(llama_python, path, opened.spec, 1), "--write-only"]
-        command += ["--given", str(given), "--deviations", deviations]
+        command += ["--given", str(given), "--deviations", deviations, "--dense-type", dense_type]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     finally:
         shutil.rmtree(given)

@@ -37,7 +37,7 @@ except ImportError:  # `quantize` does without
 _STANDARD_DEVIATION = 0.02
 _EMBEDDING_SCALE = 256.0  # so that tokens stay different after some layers, and go to different experts
 _POOL_BYTES = 1 << 25
-_Q4_0 = gguf.GGMLQuantizationType.Q4_0  # 4.5 bits a weight
+_Q4_0 = gguf.GGMLQuantizationType.Q4_0  # 4.5 bits a weight, of experts, and of what has no other type
 _SCALE = 1 / 4.18  # a block's scale `d` in `d * (code - 8)`, for weights of standard deviation one
 _BATCH_TOKENS = 512
 
@@ -84,16 +84,24 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What is not left to chance: tensors, each in a file of `folder`, and deviations of others by their last name."""
+    """What is not left to chance: tensors, each in a file of `folder`, and deviations of others by their last name.
+
+    `dense_type`: of those of the folder that are quantized.
+    """
 
     folder: Path | None = None
     deviations: dict[str, float] = field(default_factory=dict)
+    dense_type: gguf.GGMLQuantizationType = _Q4_0
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is given."""
+        return self.folder is not None and (self.folder / f"{name}.npy").exists()
 
     def values(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         """A tensor that is given."""
-        path = self.folder / f"{name}.npy" if self.folder else None
-        if path is None or not path.exists():
+        if self.folder is None or not self.has(name):
             return None
+        path = self.folder / f"{name}.npy"
         values: NDArray[np.float32] = np.load(path).astype(np.float32)
         if values.shape != shape:
             sys.exit(f"{path}: found shape {values.shape}, expected {shape}")
@@ -113,10 +121,11 @@ def write_gguf(path: Path, model: Dimensions, given: Given) -> None:
     plain = gguf.GGMLQuantizationType.F32
     sizes = []
     for name, shape, is_quantized in model.tensors():
-        stored = _stored_shape(shape) if is_quantized else shape
+        kind = given.dense_type if is_quantized and given.has(name) else _Q4_0
+        stored = _stored_shape(shape, kind) if is_quantized else shape
         dtype = np.dtype(np.uint8 if is_quantized else np.float32)
         sizes.append(int(np.prod(stored)) * dtype.itemsize)
-        writer.add_tensor_info(name, stored, dtype, sizes[-1], _Q4_0 if is_quantized else plain)
+        writer.add_tensor_info(name, stored, dtype, sizes[-1], kind if is_quantized else plain)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -132,7 +141,7 @@ def write_gguf(path: Path, model: Dimensions, given: Given) -> None:
             target = mapped[place : place + num_bytes]
             values = given.values(name, shape)
             if values is not None:
-                target[:] = _bytes(gguf.quants.quantize(values, _Q4_0) if is_quantized else values)
+                target[:] = _bytes(gguf.quants.quantize(values, given.dense_type) if is_quantized else values)
             elif is_quantized:
                 deviation = given.deviation(name)
                 if deviation not in pools:
@@ -183,11 +192,11 @@ def _add_facts(writer: gguf.GGUFWriter, model: Dimensions) -> None:
     writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
 
 
-def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _stored_shape(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> tuple[int, ...]:
     """The shape in bytes of a quantized matrix: whole blocks a row."""
-    weights, num_bytes = gguf.GGML_QUANT_SIZES[_Q4_0]
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     if shape[-1] % weights:
-        sys.exit(f"rows of {shape[-1]} weights: Q4_0 has blocks of {weights}")
+        sys.exit(f"rows of {shape[-1]} weights: {kind.name} has blocks of {weights}")
     return (*shape[:-1], shape[-1] // weights * num_bytes)
 
 
@@ -297,7 +306,7 @@ class Llama:
 def serve(options: argparse.Namespace) -> None:
     """Writes the GGUF unless it is there, loads it, and times what standard input asks for."""
     if not options.gguf.exists():
-        given = Given(options.given, options.deviations)
+        given = Given(options.given, options.deviations, gguf.GGMLQuantizationType[options.dense_type])
         write_gguf(options.gguf, Dimensions(**options.dimensions), given)
     if options.write_only:
         return
@@ -368,6 +377,7 @@ def main() -> None:
     one.add_argument("--context", type=int, default=1024)
     one.add_argument("--mapped", action="store_true", help="leave the weights in the file, mapped, without repacking")
     one.add_argument("--given", type=Path, help="a folder with tensors that are not random")
+    one.add_argument("--dense-type", default="Q4_0", help="of the tensors that are given")
     one.add_argument("--deviations", type=json.loads, default={}, help="of random tensors, by their name, as JSON")
     one.add_argument("--write-only", action="store_true", help="write the file and end")
     one = commands.add_parser("quantize")
