@@ -30,7 +30,9 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def test_without_options_convert_uses_4_bit_group_64_selector_up_hqq(source: Path, tmp_path: Path) -> None:
+def test_without_options_convert_uses_4_bit_group_64_selector_up_hqq_and_8_bit_dense(
+    source: Path, tmp_path: Path
+) -> None:
     result = done("convert", source, "-o", tmp_path / "packed")
     assert re.fullmatch(
         rf"{tmp_path}/packed: [\d.]+ KiB, [\d.]+ bits an expert weight, in .* s \(\d+ MB/s of source\)\n", result.stdout
@@ -40,6 +42,35 @@ def test_without_options_convert_uses_4_bit_group_64_selector_up_hqq(source: Pat
     assert facts["experts"][1][2] == {
         "gate": "4 bit g64", "up": "4 bit g64", "down": "4 bit g64", "bytes": 48 * (48 + 80), "threshold": 0.0,
     }  # fmt: skip
+    assert facts["dense"] == dict.fromkeys(DENSE_MATRICES, EIGHT)
+    assert "\ndense matrices: 8 bit g64; " in run("inspect", tmp_path / "packed").stdout
+
+
+# Norms and routers are no matrices whose bits are chosen.
+DENSE_MATRICES = ("embed", *(f"layers.{i}.attention.{m}" for i in range(2) for m in "qkvo"), "head")
+EIGHT = {"codec": "affine", "width": 8, "group": 64, "scale_bits": 16}
+
+
+def test_dense_matrices_have_8_bits_unless_other_bits_are_said_or_experts_are_whole(
+    source: Path, new_folder: Callable[[], Path]
+) -> None:
+    cases = {
+        "--selector-bits 16": 8, "--record-bits 16": 8, "--selector none --record-bits 4": 8,
+        "--selector none --selector-bits 16 --record-bits 4": 8,
+        "--selector-bits 16 --record-bits 16": None, "--selector-bits source --record-bits source": None,
+        "--selector-bits 16 --record-bits source": None, "--selector none --record-bits 16": None,
+        "--dense-bits source": None, "--dense-bits 16": None, "--dense-bits 4": 4,
+        "--selector-bits 16 --record-bits 16 --dense-bits 8": 8,
+    }  # fmt: skip
+    for options, width in cases.items():
+        with case(options):
+            folder = new_folder()
+            done("convert", source, "-o", folder / "p", "--quantizer", "nearest", *options.split())
+            found = json.loads(run("inspect", folder / "p", "--json").stdout)["dense"]
+            assert found == ({} if width is None else dict.fromkeys(DENSE_MATRICES, EIGHT | {"width": width}))
+            verified = json.loads(run("verify", folder / "p", "--against", source, "--json").stdout)
+            lost = {error["stored_as"]: error["largest"] for error in verified["weights"] if error["matrix"] == "dense"}
+            assert (max(lost.values()) == 0) == (width is None)
 
 
 def test_every_option_reaches_the_pack(source: Path, new_folder: Callable[[], Path]) -> None:
