@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from support.commands import moe_pack as run
 from support.models import DEMO_MODEL, TinyMixtral
 from support.waiting import HANG_S
 
-from moe_pack.formats import Pack
+from moe_pack.convert.pipeline import convert
+from moe_pack.formats import Pack, part_format, uniform_plan
+from moe_pack.formats.families import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +141,45 @@ def test_inspect_prints_model_bytes_and_formats(tmp_path: Path) -> None:
     parts = dict(re.findall(r"^(\w+) +([\d,]+) +[\d.]+%$", shown, re.MULTILINE))
     numbers = {name: int(number.replace(",", "")) for name, number in parts.items()}
     assert numbers.pop("total") == sum(numbers.values())
+
+
+def test_inspect_says_what_a_token_reads(new_folder: Callable[[], Path]) -> None:
+    """A head of its own is read whole, but one row of the embedding; an embedding that is the head is read whole."""
+    for tied in (False, True):
+        with case(tied):
+            folder = new_folder()
+            model = TinyMixtral(num_layers=2, num_experts=3, config={"tie_word_embeddings": tied})
+            model.write(folder / "source", lambda tensors, tied=tied: tied and tensors.pop("lm_head.weight"))
+            options = ("--quantizer", "nearest", "--selector-bits", 4, "--record-bits", 4)
+            # Rows of q, k, v and o in two layers, and of the head; norms of layers, routers and the last norm.
+            rows, values = 2 * (64 + 32 + 32 + 64) + 96, 2 * (2 * 64 + 3 * 64) + 64
+            # A row of 8 bits: 64 codes, a scale, a zero and a checksum fill 16 bytes; one of 16 bits has its values.
+            for width, row_bytes in ((8, 80), ("source", 128)):
+                done("convert", folder / "source", "-o", folder / f"p{width}", *options, "--dense-bits", width)
+                dense = rows * row_bytes + 2 * values
+                bits = 8 * dense / (64 * rows + values)
+                experts = 2 * 2 * 48 * (48 + 80)  # two of each of two layers
+                facts = json.loads(run("inspect", folder / f"p{width}", "--json").stdout)
+                assert facts["token_bytes"] == {"dense": dense, "experts": experts, "dense_bits": bits}
+                line = (
+                    f"a token reads {dense / 1024:.1f} KiB of dense tensors ({bits:.1f} bits a weight) and, if all "
+                    "neurons run, 24.0 KiB of experts\n"
+                )
+                assert line in run("inspect", folder / f"p{width}").stdout
+
+
+def test_inspect_counts_the_mean_expert(source: Path, tmp_path: Path) -> None:
+    """Experts that differ: a token has two of a layer's three."""
+    with closing(Checkpoint(source)) as checkpoint:
+        four, eight = part_format(4, 64), part_format(8, 64)
+        plan = uniform_plan(checkpoint.spec, "none", four, four, None, "nearest")
+        wide = replace(plan.experts[0][0], down=eight)
+        convert(checkpoint, replace(plan, experts=((wide, *plan.experts[0][1:]), plan.experts[1])), tmp_path / "p", 1)
+    with Pack(tmp_path / "p") as pack:
+        narrow, wider = pack.layout.experts[0][1].num_bytes, pack.layout.experts[0][0].num_bytes
+    assert wider > narrow
+    found = json.loads(run("inspect", tmp_path / "p", "--json").stdout)["token_bytes"]["experts"]
+    assert found == 2 * (wider + 2 * narrow) // 3 + 2 * narrow
 
 
 def test_columns_are_as_wide_as_their_longest_format(source: Path, tmp_path: Path) -> None:
