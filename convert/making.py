@@ -308,10 +308,12 @@ def _say_plan(
         and checkpoint.files.decoded_from(checkpoint.dense_source(role.name).tensor) is not None
     ]
     if widened and order.plan_file is None:
+        matrices = f"{len(widened)} dense matri{'ces are' if len(widened) > 1 else 'x is'}"
+        # With fewer bits they stay as they are if groups do not divide their rows: then no advice is true.
+        advice = "; --dense-bits 8 takes about a quarter" if order.plan.dense in (16, options.SOURCE) else ""
         progress.say(
-            f"note: {len(widened)} dense matrices are dequantized and stored as float32, "
-            f"{formats.size_text(4 * sum(math.prod(role.shape) for role in widened))}; --dense-bits 8 takes about "
-            "a quarter"
+            f"note: {matrices} dequantized and stored as float32, "
+            f"{formats.size_text(4 * sum(math.prod(role.shape) for role in widened))}{advice}"
         )
     if limited := pipeline.memory_line(checkpoint, chosen, layout, order.workers, order.memory_bytes):
         progress.say(limited)

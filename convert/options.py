@@ -243,8 +243,8 @@ class PlanOptions:
         """The bits of dense matrices: the option's, or the default."""
         if self.dense_bits is not None:
             return self.dense_bits
-        is_whole = all(bits in (16, SOURCE) for bits in (self.selector_bits, self.record_bits))
-        return SOURCE if is_whole else _DENSE_BITS
+        experts = (self.record_bits,) if self.selector == "none" else (self.selector_bits, self.record_bits)
+        return SOURCE if all(bits in (16, SOURCE) for bits in experts) else _DENSE_BITS
 
     def plan(self, spec: formats.ModelSpec, quantizer: formats.Quantizer) -> formats.Plan:
         """Returns the plan for a model without a checkpoint.

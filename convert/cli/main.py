@@ -148,8 +148,8 @@ def _print_bytes(pack: formats.Pack) -> None:
     click.echo(f"{'total':10} {totals.content:>14,} {1:7.1%}")
     read = token_bytes(pack)
     click.echo(
-        f"a token reads {commands.size_text(read.dense)} of dense tensors ({read.dense_bits:.1f} bits a weight) and "
-        f"at most {commands.size_text(read.experts)} of experts"
+        f"a token reads {commands.size_text(read.dense)} of dense tensors ({read.dense_bits:.1f} bits a weight) and, "
+        f"if all neurons run, {commands.size_text(read.experts)} of experts"
     )
     for part in left_out(pack):
         kept = "kept" if part.fate == "unused" else "not in the pack"

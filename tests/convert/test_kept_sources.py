@@ -273,7 +273,15 @@ def test_by_default_a_checkpoint_in_fp8_keeps_its_codes_and_is_told_so(tmp_path:
     source = fp8_source(tmp_path / "s")
     result = done("convert", source, "-o", tmp_path / "p")
     assert "kept without loss: down fp8 (4 experts), gate fp8 (4 experts), up fp8 (4 experts)\n" in result.stderr
-    assert json.loads(run("inspect", tmp_path / "p", "--json").stdout)["experts"][1][1]["down"] == "fp8"
+    facts = json.loads(run("inspect", tmp_path / "p", "--json").stdout)
+    assert facts["experts"][1][1]["down"] == "fp8"
+    # Attention is in FP8 too, and its codes stay. Embedding and head have 16 bits in the source, and get 8.
+    codecs = {name: part["codec"] for name, part in facts["dense"].items()}
+    assert codecs.pop("embed") == codecs.pop("head") == "affine"
+    assert set(codecs.values()) == {"fp8"} and len(codecs) == 2 * 4
+    lost = json.loads(run("verify", tmp_path / "p", "--against", source, "--json").stdout)["weights"]
+    largest = {error["stored_as"]: error["largest"] for error in lost if error["matrix"] == "dense"}
+    assert largest["fp8"] == 0 < largest["8 bit g64"]
     verified = done("verify", tmp_path / "p", "--against", source)
     assert "fp8" in verified.output and "nan" not in verified.output
     done("check", tmp_path / "p", "--against", source)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from support.commands import moe_pack as run
 from support.models import DEMO_MODEL, TinyMixtral
 from support.waiting import HANG_S
 
-from moe_pack.formats import Pack
+from moe_pack.convert.pipeline import convert
+from moe_pack.formats import Pack, part_format, uniform_plan
+from moe_pack.formats.families import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,9 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def test_without_options_convert_uses_4_bit_group_64_selector_up_hqq(source: Path, tmp_path: Path) -> None:
+def test_without_options_convert_uses_4_bit_group_64_selector_up_hqq_and_8_bit_dense(
+    source: Path, tmp_path: Path
+) -> None:
     result = done("convert", source, "-o", tmp_path / "packed")
     assert re.fullmatch(
         rf"{tmp_path}/packed: [\d.]+ KiB, [\d.]+ bits an expert weight, in .* s \(\d+ MB/s of source\)\n", result.stdout
@@ -40,6 +46,35 @@ def test_without_options_convert_uses_4_bit_group_64_selector_up_hqq(source: Pat
     assert facts["experts"][1][2] == {
         "gate": "4 bit g64", "up": "4 bit g64", "down": "4 bit g64", "bytes": 48 * (48 + 80), "threshold": 0.0,
     }  # fmt: skip
+    assert facts["dense"] == dict.fromkeys(DENSE_MATRICES, EIGHT)
+    assert "\ndense matrices: 8 bit g64; " in run("inspect", tmp_path / "packed").stdout
+
+
+# Norms and routers are no matrices whose bits are chosen.
+DENSE_MATRICES = ("embed", *(f"layers.{i}.attention.{m}" for i in range(2) for m in "qkvo"), "head")
+EIGHT = {"codec": "affine", "width": 8, "group": 64, "scale_bits": 16}
+
+
+def test_dense_matrices_have_8_bits_unless_other_bits_are_said_or_experts_are_whole(
+    source: Path, new_folder: Callable[[], Path]
+) -> None:
+    cases = {
+        "--selector-bits 16": 8, "--record-bits 16": 8, "--selector none --record-bits 4": 8,
+        "--selector none --selector-bits 16 --record-bits 4": 8,
+        "--selector-bits 16 --record-bits 16": None, "--selector-bits source --record-bits source": None,
+        "--selector-bits 16 --record-bits source": None, "--selector none --record-bits 16": None,
+        "--dense-bits source": None, "--dense-bits 16": None, "--dense-bits 4": 4,
+        "--selector-bits 16 --record-bits 16 --dense-bits 8": 8,
+    }  # fmt: skip
+    for options, width in cases.items():
+        with case(options):
+            folder = new_folder()
+            done("convert", source, "-o", folder / "p", "--quantizer", "nearest", *options.split())
+            found = json.loads(run("inspect", folder / "p", "--json").stdout)["dense"]
+            assert found == ({} if width is None else dict.fromkeys(DENSE_MATRICES, EIGHT | {"width": width}))
+            verified = json.loads(run("verify", folder / "p", "--against", source, "--json").stdout)
+            lost = {error["stored_as"]: error["largest"] for error in verified["weights"] if error["matrix"] == "dense"}
+            assert (max(lost.values()) == 0) == (width is None)
 
 
 def test_every_option_reaches_the_pack(source: Path, new_folder: Callable[[], Path]) -> None:
@@ -106,6 +141,45 @@ def test_inspect_prints_model_bytes_and_formats(tmp_path: Path) -> None:
     parts = dict(re.findall(r"^(\w+) +([\d,]+) +[\d.]+%$", shown, re.MULTILINE))
     numbers = {name: int(number.replace(",", "")) for name, number in parts.items()}
     assert numbers.pop("total") == sum(numbers.values())
+
+
+def test_inspect_says_what_a_token_reads(new_folder: Callable[[], Path]) -> None:
+    """A head of its own is read whole, but one row of the embedding; an embedding that is the head is read whole."""
+    for tied in (False, True):
+        with case(tied):
+            folder = new_folder()
+            model = TinyMixtral(num_layers=2, num_experts=3, config={"tie_word_embeddings": tied})
+            model.write(folder / "source", lambda tensors, tied=tied: tied and tensors.pop("lm_head.weight"))
+            options = ("--quantizer", "nearest", "--selector-bits", 4, "--record-bits", 4)
+            # Rows of q, k, v and o in two layers, and of the head; norms of layers, routers and the last norm.
+            rows, values = 2 * (64 + 32 + 32 + 64) + 96, 2 * (2 * 64 + 3 * 64) + 64
+            # A row of 8 bits: 64 codes, a scale, a zero and a checksum fill 16 bytes; one of 16 bits has its values.
+            for width, row_bytes in ((8, 80), ("source", 128)):
+                done("convert", folder / "source", "-o", folder / f"p{width}", *options, "--dense-bits", width)
+                dense = rows * row_bytes + 2 * values
+                bits = 8 * dense / (64 * rows + values)
+                experts = 2 * 2 * 48 * (48 + 80)  # two of each of two layers
+                facts = json.loads(run("inspect", folder / f"p{width}", "--json").stdout)
+                assert facts["token_bytes"] == {"dense": dense, "experts": experts, "dense_bits": bits}
+                line = (
+                    f"a token reads {dense / 1024:.1f} KiB of dense tensors ({bits:.1f} bits a weight) and, if all "
+                    "neurons run, 24.0 KiB of experts\n"
+                )
+                assert line in run("inspect", folder / f"p{width}").stdout
+
+
+def test_inspect_counts_the_mean_expert(source: Path, tmp_path: Path) -> None:
+    """Experts that differ: a token has two of a layer's three."""
+    with closing(Checkpoint(source)) as checkpoint:
+        four, eight = part_format(4, 64), part_format(8, 64)
+        plan = uniform_plan(checkpoint.spec, "none", four, four, None, "nearest")
+        wide = replace(plan.experts[0][0], down=eight)
+        convert(checkpoint, replace(plan, experts=((wide, *plan.experts[0][1:]), plan.experts[1])), tmp_path / "p", 1)
+    with Pack(tmp_path / "p") as pack:
+        narrow, wider = pack.layout.experts[0][1].num_bytes, pack.layout.experts[0][0].num_bytes
+    assert wider > narrow
+    found = json.loads(run("inspect", tmp_path / "p", "--json").stdout)["token_bytes"]["experts"]
+    assert found == 2 * (wider + 2 * narrow) // 3 + 2 * narrow
 
 
 def test_columns_are_as_wide_as_their_longest_format(source: Path, tmp_path: Path) -> None:

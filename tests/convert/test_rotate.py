@@ -243,7 +243,7 @@ def test_the_command_rotates_and_inspect_and_verify_say_so(tmp_path: Path) -> No
     done("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest", "--rotate", "on")
     assert "\nrotated layers: all\n" in run("inspect", tmp_path / "p").stdout
     facts = json.loads(run("inspect", tmp_path / "p", "--json").stdout)
-    assert facts["rotated"] == [True] * 4 and facts["features"] == ["affine", "rotated"]
+    assert facts["rotated"] == [True] * 4 and facts["features"] == ["affine", "dense_rows", "rotated"]
     done("verify", tmp_path / "p", "--against", DEMO_MODEL)
     other = run("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest")
     assert other.exit_code == 1 and "contains another pack" in other.stderr

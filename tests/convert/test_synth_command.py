@@ -76,7 +76,7 @@ def test_every_option_reaches_the_pack(config: Path, tmp_path: Path) -> None:
     plain, other = tmp_path / "plain", tmp_path / "other"
     assert run("synth", config, "-o", plain).exit_code == 0
     options = "--layers 2 --vocab 64 --selector both --selector-bits 2 --record-bits 3 --group-size 32 --scale-bits 8"
-    more = "--dense-bits 8 --sparsity 0.5 --skew 1 --path-correlation 0.5 --seed 3 --workers 1"
+    more = "--dense-bits 3 --sparsity 0.5 --skew 1 --path-correlation 0.5 --seed 3 --workers 1"
     assert run("synth", config, "-o", other, *options.split(), *more.split()).exit_code == 0
     with Pack(plain) as first, Pack(other) as second:
         assert (first.spec.num_hidden_layers, first.spec.vocab_size, first.manifest.selector) == (3, 128, "up")
@@ -84,12 +84,25 @@ def test_every_option_reaches_the_pack(config: Path, tmp_path: Path) -> None:
         assert first.index.experts[0][0].down.width == 4
         assert second.index.experts[0][0].down.width == 3
         assert (first.thresholds == 0).all() and (second.thresholds > 0).all()
-        assert [dense.name for dense in first.manifest.dense] == []
-        assert second.manifest.dense[0].format.width == 8
+        assert {dense.format for dense in first.manifest.dense} == {part_format(8, 64)}
+        assert {dense.format for dense in second.manifest.dense} == {part_format(3, 32, 8)}
     for option in ("--skew 0.5", "--path-correlation 0.5", "--seed 1"):
         assert run("synth", config, "-o", tmp_path / option, *option.split()).exit_code == 0
         changed = folder_bytes(tmp_path / option)
         assert changed["dense.safetensors"] != (plain / "dense.safetensors").read_bytes()
+
+
+def test_dense_matrices_stay_whole_where_experts_do(config: Path, tmp_path: Path) -> None:
+    for name, options, is_whole in (
+        ("whole", "--selector-bits 16 --record-bits 16", True),
+        ("records", "--selector none --record-bits 16", True),
+        ("asked", "--dense-bits 16", True),
+        ("selector", "--selector-bits 16", False),
+    ):
+        with case(name):
+            done("synth", config, "-o", tmp_path / name, *options.split())
+            with Pack(tmp_path / name) as pack:
+                assert [dense.name for dense in pack.manifest.dense][:1] == ([] if is_whole else ["embed"])
 
 
 def test_the_plan_that_the_page_shows_makes_the_pack_it_describes(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from moe_pack.runtime.text import Text, check_text
 
 # The project's bound on float32 logits; sums in another order differ by less than 1e-5 here.
 TOLERANCE = 1e-4
-MIXTRAL = GOLDEN / "mixtral.gguf"
+MIXTRAL, JAMBA = GOLDEN / "mixtral.gguf", GOLDEN / "jamba.gguf"
 PAGE = (
     "It was 1984, the clocks were striking thirteen; don't ASK why. 3.14159 + 1000000 = ?\n\n\tTabs  and   spaces \n"
     "Grüße, señor: naïve façade — “quotes” … 東京の天気は晴れ。 Привет мир! مرحبا 🙂🚀 snake_case camelCase x->y();"
@@ -241,13 +241,17 @@ def test_a_pack_of_a_gguf_file_says_what_was_dequantized(tmp_path: Path) -> None
     said = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(packed)])
     assert said.exit_code == 0, said.output
     assert "mixtral.gguf: Q4_0: 16 tensors, dequantized; F32: 7 tensors, as they are\n" in said.output
-    assert (
-        # Embedding and head 2 * 64 * 64; attention of both layers 2 * (64 * 64 + 32 * 64 + 32 * 64 + 64 * 64).
-        "note: 10 dense matrices are dequantized and stored as float32, 128.0 KiB; --dense-bits 8 takes about a quarter"
-        in said.output
-    )
-    coded = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(tmp_path / "p"), "--dense-bits", "8"])
-    assert coded.exit_code == 0 and "float32" not in coded.output
+    assert "float32" not in said.output
+    for options in (["--dense-bits", "source"], ["--selector-bits", "16", "--record-bits", "16"]):
+        whole = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(tmp_path / options[0]), *options])
+        assert whole.exit_code == 0, whole.output
+        assert (
+            # Embedding and head 2 * 64 * 64; attention of both layers 2 * (64 * 64 + 32 * 64 + 32 * 64 + 64 * 64).
+            "note: 10 dense matrices are dequantized and stored as float32, 128.0 KiB; --dense-bits 8 takes about a "
+            "quarter\n" in whole.output
+        )
+    narrow = CliRunner().invoke(main, ["convert", str(JAMBA), "-o", str(tmp_path / "jamba")])  # rows of 32
+    assert "note: 1 dense matrix is dequantized and stored as float32, 8.0 KiB\n" in narrow.output
     kept = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(tmp_path / "s"), "--record-bits", "source"])
     assert kept.exit_code == 1 and "is Q4_0, which no format of experts keeps without loss" in kept.output
     account = json.loads((packed / "source.json").read_text())
