@@ -294,7 +294,7 @@ def left_out(pack: Pack) -> list[LeftOutPart]:
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """The bytes that one token reads of a pack where all neurons of its experts run."""
+    """The bytes of a pack that one token reads, if all neurons of its experts run."""
 
     dense: int  # of all tensors that every token reads whole
     experts: int  # of the mean expert, as many as a token has

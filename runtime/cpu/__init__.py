@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         ExpertWork,
         Kernels,
         MapCutError,
-        Numbers,
         PagedRows,
         SelectedNeurons,
         TrellisRows,

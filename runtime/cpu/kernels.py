@@ -333,7 +333,7 @@ class Kernels:
         return int(self.call("expert_panel_bytes", rows.layout, rows.threshold))
 
     def take_rows(self, layout: Numbers, rows: Bytes, numbers: NDArray[np.int32]) -> Bytes:
-        """Returns some rows of a matrix in panels (`panel_numbers`) as they were, u8 [n, row bytes], but for their CRC."""
+        """Returns some rows of a matrix in panels (`panel_numbers`) as they were, but for CRCs: u8 [n, row bytes]."""
         taken = np.zeros((len(numbers), int(layout[1])), np.uint8)
         self.call("take_rows", layout, rows, numbers, taken)
         return taken

@@ -374,7 +374,7 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         """Notes experts, int64 and float32 [T, k], that native layers ran; raises PackError if a file was cut."""
         if self.observer is not None:
             self.observer.routed(layer_idx, experts)
-        ran = experts[0] if len(experts) == 1 else experts[router_weights != 0]
+        ran = experts[router_weights != 0]
         wants_panels = len(experts) <= _PANEL_TOKENS
         for number in set(ran.tolist()):
             expert = self._mapped[layer_idx, number]

@@ -67,9 +67,9 @@ class ExpertPanels:
 
     def close(self) -> None:
         """Ends the thread after the expert that it is at."""
+        self._left_bytes = 0
+        self._is_closed = True
         if self._thread is not None:
-            self._left_bytes = 0
-            self._is_closed = True
             self._wanted.put(None)
             self._thread.join()
             self._thread = None

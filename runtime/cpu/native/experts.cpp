@@ -103,9 +103,10 @@ void list_all(Job& job, Call& call) {
     call.readable = count ? call.work->records.at(given[0], call.layout().record_row_bytes) : nullptr;
 }
 
-// Whether few tokens of an expert get sums over all its neurons.
+// Whether few tokens of an expert get sums over all its neurons: not where a list alone says which of them are wanted.
 bool is_whole(const Pool& pool, const ExpertWork& work) {
-    return pool.kernels().panels != nullptr && work.listed_a == nullptr && runs_whole(*work.layout, work.threshold);
+    const bool is_listed = work.neurons != nullptr && work.runs == nullptr;
+    return pool.kernels().panels != nullptr && !is_listed && runs_whole(*work.layout, work.threshold);
 }
 
 // Some of a work's tokens.

@@ -285,7 +285,7 @@ Records::Records(const Job& job, const Call& call, const Item& item, int32_t fir
                  int worker) {
     const Call* then = &call;
     int32_t from = first + count, left = item.first + item.count - from;
-    if (left <= 0 && next_item >= 0) {
+    if (left <= 0 && next_item >= 0 && !job.calls[job.items[next_item].call].in_panels) {
         then = &job.calls[job.items[next_item].call];
         from = job.items[next_item].first;
         left = job.items[next_item].count;

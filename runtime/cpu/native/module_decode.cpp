@@ -51,7 +51,7 @@ struct GivenMatrix {
 // The rows that an expert borrows.
 struct GivenLayerExpert {
     Buffer<const uint8_t> selector, records, extra;
-    GivenPanels panels;
+    std::unique_ptr<GivenPanels> panels;
 };
 
 // A layer and what it borrows.
@@ -414,14 +414,15 @@ PyObject* set_layer_panels(PyObject*, PyObject* arguments) {
     if (layer == nullptr) return nullptr;
     if (number < 0 || (size_t)number >= layer->experts.size() || layer->experts[number] == nullptr)
         return refuse("expert", "it is not set");
-    GivenPanels& panels = layer->experts[number]->panels;
-    if (panels.bytes.values() != nullptr) return refuse("panels", "they are set");
+    if (layer->experts[number]->panels != nullptr) return refuse("panels", "they are set");
     LayerExpert& expert = layer->weights.experts[number];
-    if (!panels.take(held, expert.layout)) return nullptr;
+    auto panels = std::make_unique<GivenPanels>();
+    if (!panels->take(held, expert.layout)) return nullptr;
+    const GivenPanels& taken = *(layer->experts[number]->panels = std::move(panels));
     Py_BEGIN_ALLOW_THREADS;
     {
         std::lock_guard<std::mutex> lock(given->one_call);
-        panels.give(expert.layout, &expert.selector_panels, &expert.record_panels);
+        taken.give(expert.layout, &expert.selector_panels, &expert.record_panels);
     }
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;

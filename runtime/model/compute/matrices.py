@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
@@ -155,7 +156,7 @@ class PanelMatrix(DivisibleMatrix):
             return RowMatrix(self._layout, self._taken(np.arange(start, stop, dtype=np.int32)), self._operations)
         return PanelMatrix(self._layout, self._panels[start:stop], self._operations)
 
-    def _taken(self, numbers: cpu.Numbers) -> Tensor:
+    def _taken(self, numbers: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(self._operations.kernels.take_rows(self._numbers, self._panels, numbers))
 
     def _decoded(self, rows: Tensor) -> Tensor:

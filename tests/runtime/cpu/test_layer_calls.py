@@ -336,19 +336,19 @@ def test_steps_that_do_not_fit_are_refused() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    for name in cpu.LayerVectors.__slots__:
+    for name in cpu.LayerVectors._fields:
         for number, fault in enumerate(faults(getattr(VECTORS, name))[:3]):
             with case(name, number), pytest.raises(REFUSED):
-                opened(vectors=replace(VECTORS, **{name: fault}))
-    for name in cpu.LayerMatrices.__slots__:
+                opened(vectors=VECTORS._replace(**{name: fault}))
+    for name in cpu.LayerMatrices._fields:
         own: cpu.LayerMatrix = getattr(MATRICES, name)
-        wrong = [replace(own, rows=own.rows[:-1]), replace(own, bias=floats(1)), replace(own, layout=own.layout[:-1])]
-        for number, fault in enumerate([*wrong, replace(own, rows=own.rows.reshape(-1)[:-1].copy())]):
+        wrong = [own._replace(rows=own.rows[:-1]), own._replace(bias=floats(1)), own._replace(layout=own.layout[:-1])]
+        for number, fault in enumerate([*wrong, own._replace(rows=own.rows.reshape(-1)[:-1].copy())]):
             with case(name, number), pytest.raises(REFUSED):
-                opened(matrices=replace(MATRICES, **{name: fault}))
+                opened(matrices=MATRICES._replace(**{name: fault}))
     for name in ("q", "k", "v", "o", "up", "down"):
         with case(name, "missing"), pytest.raises(REFUSED):
-            opened(matrices=replace(MATRICES, **{name: None}))
+            opened(matrices=MATRICES._replace(**{name: None}))
     for number, attention in enumerate(
         (replace(ATTENTION, num_heads=0), replace(ATTENTION, num_kv_heads=3), replace(ATTENTION, head_dim=1 << 17))
     ):
@@ -375,3 +375,40 @@ def test_layers_and_experts_that_are_not_there_are_refused() -> None:
             layers.end(0, replace(arrays(), experts=chosen, weights=np.ones((T, CHOSEN), np.float32)))
     with pytest.raises(ValueError, match="it is set"):
         layers.set(0, FACTS, VECTORS, MATRICES)
+
+
+def test_panels_that_do_not_fit_are_refused_and_right_ones_taken_once() -> None:
+    layers, expert = opened(), random_expert(Shape(F, D))
+    panels = np.zeros(len(expert.extent), np.uint8)
+    for number, fault in enumerate((*faults(panels), panels[:0])):
+        with case(number), pytest.raises(REFUSED):
+            layers.set_panels(0, 1, fault)  # type: ignore[arg-type]  # which is the fault
+    layers.set_panels(0, 1, panels)
+    with pytest.raises(ValueError, match="panels: they are set"):
+        layers.set_panels(0, 1, panels)
+    for layer, other, message in (
+        (1, 0, "layer: there is none"),
+        (0, -1, "it is not set"),
+        (0, EXPERTS, "it is not set"),
+    ):
+        with case(layer, other), pytest.raises(ValueError, match=message):
+            layers.set_panels(layer, other, panels)
+    with pytest.raises(ValueError, match="expert: it is not set"):
+        opened(num_experts=1).set_panels(0, 1, panels)
+    narrow = random_expert(Shape(F - 1, D)).rows()
+    layers = opened(num_experts=0)
+    layers.set_expert(0, 0, narrow)
+    with pytest.raises(ValueError, match="panels: the layout has none"):
+        layers.set_panels(0, 0, panels)
+
+
+def test_a_matrix_of_no_whole_panels_is_refused() -> None:
+    for name, whole in (("q", True), ("o", True), ("router", False)):
+        own: cpu.LayerMatrix = getattr(MATRICES, name)
+        given = MATRICES._replace(**{name: own._replace(layout=cpu.panel_numbers(own.layout))})
+        with case(name):
+            if whole:
+                opened(matrices=given)
+                continue
+            with pytest.raises(ValueError, match="router: no whole panels"):
+                opened(matrices=given)

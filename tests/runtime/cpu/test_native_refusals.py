@@ -14,7 +14,7 @@ from support.native import kernels_limited_to, select
 from support.random_experts import FOUR_BIT, Shape, random_expert, random_rows
 
 from moe_pack.formats import BF16, RunError
-from moe_pack.runtime.cpu import Kernels, row_numbers
+from moe_pack.runtime.cpu import Kernels, panel_numbers, row_numbers
 from moe_pack.runtime.cpu.kernels import InstructionSet
 
 native: Any = pytest.importorskip(
@@ -26,6 +26,12 @@ T, D, F = 3, 128, 5
 HEADS, KV_HEADS, HEAD_DIM, ANGLES, CONTEXT = 4, 2, 20, 7, 11
 REFUSED = (ValueError, BufferError, TypeError)
 EXPERT, ROWS = random_expert(Shape(F, D)), random_rows(FOUR_BIT, F, D)
+# Such as may be in panels.
+WHOLE_F, MATRIX_ROWS = 64, 32
+WHOLE, MATRIX = random_expert(Shape(WHOLE_F, D)), random_rows(FOUR_BIT, MATRIX_ROWS, D)
+
+
+PANEL_BYTES = len(WHOLE.extent)  # panels take the bytes of rows
 
 
 def floats(*shape: int) -> NDArray[np.float32]:
@@ -65,11 +71,12 @@ def legal(name: str) -> Arguments:
     """Arguments of an operation by name, in order; all of them fit."""
     rows, (layout, dense) = EXPERT.rows(), ROWS
     expert = {"layout": rows.layout, "selector": rows.selector, "records": rows.records, "extra": rows.extra}
+    whole, (_, matrix) = WHOLE.rows(), MATRIX
     given: dict[str, Arguments] = {
         "experts": {
-            **expert, "threshold": 0.1, "tokens": np.array([2, 0]), "weights": floats(2), "outputs": np.array([2, 1]),
-            "a": floats(2, F), "runs": np.ones((2, F), np.uint8), "neurons": numbers(0, 2, 4), "x": floats(T, D),
-            "y": floats(T, D), "d": D,
+            **expert, "panels": None, "threshold": 0.1, "tokens": np.array([2, 0]), "weights": floats(2),
+            "outputs": np.array([2, 1]), "a": floats(2, F), "runs": np.ones((2, F), np.uint8),
+            "neurons": numbers(0, 2, 4), "x": floats(T, D), "y": floats(T, D), "d": D,
         },
         "select": {
             "layout": rows.layout, "selector": rows.selector, "threshold": 0.1, "tokens": np.array([2, 0]),
@@ -78,6 +85,16 @@ def legal(name: str) -> Arguments:
         },
         "dense": {"layout": row_numbers(layout, "weight"), "rows": dense, "x": floats(T, D), "out": floats(T, F)},
         "decode": {"layout": row_numbers(layout, "weight"), "rows": dense, "out": floats(F, D)},
+        "put_in_panels": {"layout": row_numbers(layout, "weight"), "rows": matrix.copy()},
+        "take_rows": {
+            "layout": panel_numbers(row_numbers(layout, "weight")), "rows": matrix,
+            "places": numbers(MATRIX_ROWS - 1, 0), "out": np.zeros((2, matrix.shape[1]), np.uint8),
+        },
+        "expert_panel_bytes": {"layout": whole.layout, "threshold": 0.0},
+        "panel_expert": {
+            "layout": whole.layout, "selector": whole.selector, "records": whole.records,
+            "panels": np.zeros(PANEL_BYTES, np.uint8),
+        },
         "gather": {
             "rows": dense, "row_bytes": dense.shape[1], "places": numbers(4, 0, 0),
             "out": np.zeros((3, dense.shape[1]), np.uint8),
@@ -119,11 +136,14 @@ def call(name: str, arguments: Arguments) -> object:
     if name == "select":
         *selector, x, d = arguments.values()
         return native.select(pool, [tuple(selector)], x, d)
+    if name == "panel_expert":  # in the caller's thread
+        return native.panel_expert(*arguments.values())
     return getattr(native, name)(pool, *arguments.values())
 
 
 OPERATIONS = ("experts", "select", "dense", "decode", "gather", "attend")
 OPERATIONS += ("rms_norm", "rotate", "route", "recur", "convolve")
+OPERATIONS += ("put_in_panels", "take_rows", "expert_panel_bytes", "panel_expert")
 OUTPUTS = {
     "experts": ["y"],
     "select": ["a", "runs", "neurons"],
@@ -136,6 +156,10 @@ OUTPUTS = {
     "rms_norm": ["out"],
     "rotate": ["out"],
     "route": ["experts", "weights"],
+    "put_in_panels": ["rows"],
+    "take_rows": ["out"],
+    "expert_panel_bytes": [],
+    "panel_expert": ["panels"],
 }
 BUFFERS = [
     (name, buffer) for name in OPERATIONS for buffer, value in legal(name).items() if isinstance(value, np.ndarray)
@@ -180,9 +204,10 @@ FAULTS += ("no buffer", "not aligned")
 
 
 # Where some rows are picked out of many, there may be any number of whole ones.
-ANY_ROWS = {("gather", "rows")}
+ANY_ROWS = {("gather", "rows"), ("take_rows", "rows"), ("put_in_panels", "rows")}
 NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing"), ("experts", "outputs", "missing")}
 NOT_NEEDED |= {("recur", "rate", "missing"), ("convolve", "bias", "missing")}
+NOT_NEEDED |= {("put_in_panels", "rows", fault) for fault in ("none", "missing")}  # a matrix without rows
 # Any of the neurons may have been selected, or none; without them the selector is asked.
 NOT_NEEDED |= {("select", "x", fault) for fault in ("twice as many", "twice as wide")}  # more tokens than are used
 NOT_NEEDED |= {("experts", "neurons", fault) for fault in ("one too few", "one too many", "none", "missing")}
@@ -232,9 +257,12 @@ SIZES = {
     "recur": {"q": 30, "k": 30, "v": 56, "log_decay": 60, "rate": 12, "recurrent": 140, "out": 84},
     "convolve": {"x": 12, "kernel": 20, "bias": 6, "state": 18, "out": 18},
     "rms_norm": {"x": 256, "out": 384}, "rotate": {"x": 384, "hartley": 9, "out": 576},
+    "put_in_panels": {"rows": 2480}, "take_rows": {"out": 160},
+    "panel_expert": {"selector": 5120, "records": 10240, "panels": 15360},
 }  # fmt: skip
 OTHER_SIZES = {
     ("experts", "x"): "x: expected whole tokens",
+    ("take_rows", "rows"): "rows: no whole panels",
     ("rms_norm", "weight"): "x: 384 values, expected 381",
     ("rotate", "scale"): "scale: expected a multiple of 64, up to 2^24 values",
 }
@@ -259,6 +287,7 @@ def test_a_wrong_size_is_named_with_the_one_expected() -> None:
             assert_refused(name, arguments, message)
 
 
+PANELLED: Arguments = {"layout": panel_numbers(row_numbers(MATRIX[0], "weight")), "rows": MATRIX[1]}
 # Changes of the arguments of an operation, by the message that refuses them.
 VALUES: dict[tuple[str, str], list[Arguments]] = {
     ("experts", "tokens: one is not in x"): [{"tokens": np.array([token, 0])} for token in (-1, T, 1 << 62)],
@@ -268,6 +297,19 @@ VALUES: dict[tuple[str, str], list[Arguments]] = {
     ("experts", "x: expected whole tokens"): [{"d": 0}, {"d": -D}],
     ("experts", "layout: its rows are not as long as x's"): [{"d": D // 2}],
     ("experts", "extra: the layout has none"): [{"extra": floats(1, D)}],
+    ("experts", "panels: the layout has none"): [{"panels": np.zeros(PANEL_BYTES, np.uint8)}],
+    ("dense", "layout: these kernels have no panels"): [PANELLED | {"out": floats(T, MATRIX_ROWS)}],
+    ("dense", "rows: no whole panels"): [{"layout": PANELLED["layout"]}],
+    ("decode", "layout: rows are in panels"): [PANELLED | {"out": floats(MATRIX_ROWS, D)}],
+    ("put_in_panels", "layout: rows are in panels already"): [{"layout": PANELLED["layout"]}],
+    ("take_rows", "layout: rows are in no panels"): [{"layout": row_numbers(MATRIX[0], "weight")}],
+    ("take_rows", "rows: no whole panels"): [{"rows": MATRIX[1][:24]}],
+    ("take_rows", "places: -1, expected 0 to 31"): [{"places": numbers(0, -1)}],
+    ("take_rows", "places: 32, expected 0 to 31"): [{"places": numbers(MATRIX_ROWS, 0)}],
+    ("take_rows", "places: there are no rows"): [{"rows": MATRIX[1][:0]}],
+    ("panel_expert", "layout: has no panels"): [
+        {"layout": EXPERT.rows().layout, "selector": EXPERT.rows().selector, "records": EXPERT.rows().records},
+    ],
     ("select", "tokens: one is not in x"): [{"tokens": np.array([T, 0])}],
     ("select", "layout: its rows are not as long as x's"): [{"d": D // 2}],
     ("gather", "places: -1, expected 0 to 4"): [{"places": numbers(0, 0, -1)}],
@@ -316,6 +358,8 @@ def test_the_first_and_last_of_everything_pass() -> None:
         ("experts", {"tokens": np.array([0, T - 1])}),
         ("experts", {"neurons": numbers(0, 1, F - 1)}),
         ("gather", {"places": numbers(0, F - 1, F - 1)}),
+        ("take_rows", {"rows": MATRIX[1][:16], "places": numbers(0, 15)}),
+        ("expert_panel_bytes", {"threshold": float("nan")}),
         ("attend", {"start": 0}),
         ("attend", {"start": 2**30 - 1, "window": CONTEXT - T + 1}),
         ("attend", {"sinks": None}),
@@ -380,10 +424,10 @@ def assert_layouts_refused(operations: tuple[str, ...], layouts: dict[str, list[
 
 
 def test_a_layout_that_makes_no_sense_is_refused() -> None:
-    assert_layouts_refused(("experts", "select"), EXPERT_LAYOUTS)
+    assert_layouts_refused(("experts", "select", "expert_panel_bytes", "panel_expert"), EXPERT_LAYOUTS)
 
 
-PART, ROW_BYTES = 2, 1  # places in the numbers of a layout of rows
+ROW_BYTES, IN_PANELS, PART = 1, 2, 3  # places in the numbers of a layout of rows
 ROW_LAYOUTS: dict[str, list[dict[int, int]]] = {
     "layout: sizes out of range": [{COLUMNS: 0}, {COLUMNS: (1 << 20) + 64}, {ROW_BYTES: -80}],
     UNFIT: [{ROW_BYTES: 0}, {ROW_BYTES: 63}, {PART + OFFSET: 17}, {PART + PLACE: 1}],
@@ -392,11 +436,41 @@ ROW_LAYOUTS: dict[str, list[dict[int, int]]] = {
     "layout: unknown width": [{PART + WIDTH: 7}],
     "layout: unknown group": [{PART + GROUP: 1}],
     "layout: rows hold their part": [{PART + PLACE: 0}],
-}
+    "layout: in panels or not": [{IN_PANELS: 2}, {IN_PANELS: -1}],
+    # A panel of 1152 bytes, which may begin 63 bytes behind 16 rows' first.
+    "layout: such rows have no panels": [
+        {IN_PANELS: 1} | change for change in (
+            {ROW_BYTES: 75}, {PART + WIDTH: 3}, {PART + GROUP: 32}, {PART + SCALE_BITS: 8}, {PART + OFFSET: 1},
+            {PART + BIAS: 1}, {PART + CODEC: 6}, {PART + PLACE: 0},
+        )
+    ],
+}  # fmt: skip
 
 
 def test_a_layout_of_rows_that_makes_no_sense_is_refused() -> None:
-    assert_layouts_refused(("dense", "decode"), ROW_LAYOUTS)
+    assert_layouts_refused(("dense", "decode", "put_in_panels"), ROW_LAYOUTS)
+
+
+def test_rows_that_just_hold_their_panel_pass() -> None:
+    layout, matrix = PANELLED["layout"].copy(), np.zeros((MATRIX_ROWS, 76), np.uint8)
+    layout[ROW_BYTES] = 76
+    call("take_rows", legal("take_rows") | {"layout": layout, "rows": matrix, "out": np.zeros((2, 76), np.uint8)})
+
+
+def test_an_expert_takes_its_own_panels_and_no_others() -> None:
+    whole = WHOLE.rows()
+    rows = {"layout": whole.layout, "selector": whole.selector, "records": whole.records}
+    told = {"a": floats(2, WHOLE_F), "runs": np.ones((2, WHOLE_F), np.uint8)}
+    for panel_bytes in (PANEL_BYTES, PANEL_BYTES - 1, PANEL_BYTES + 1, 0):
+        arguments = legal("experts") | rows | told | {"panels": np.zeros(panel_bytes, np.uint8)}
+        with case(panel_bytes):
+            if panel_bytes == PANEL_BYTES:
+                call("experts", arguments)
+            else:
+                assert_refused("experts", arguments, f"panels: {panel_bytes} values, expected {PANEL_BYTES}")
+    for panels in (np.zeros(2 * PANEL_BYTES, np.uint8)[::2], [0] * PANEL_BYTES, "panels"):
+        with pytest.raises(REFUSED):
+            call("experts", legal("experts") | rows | told | {"panels": panels})
 
 
 # Codec, width, group and scale_bits in the extension's numbers.
@@ -408,7 +482,7 @@ def test_a_codec_of_a_source_in_another_format_is_refused() -> None:
     for operation, codec, place in product(("dense", "decode"), SOURCES, OTHERS):
         fact, value = OTHERS[place]
         with case((operation, codec, fact)):
-            changes = dict(zip((2, 3, 4, 5), SOURCES[codec], strict=True)) | {2 + place: value}
+            changes = dict(zip(range(PART, PART + 4), SOURCES[codec], strict=True)) | {PART + place: value}
             assert_layout_refused(operation, changes, f"layout: the codec has another {fact}")
 
 
@@ -417,7 +491,7 @@ def test_a_codec_of_a_source_takes_its_bytes_and_no_more() -> None:
         with case(codec):
             arguments = legal("decode")
             row_bytes = code_bytes + scale_bytes
-            layout = np.array([D, row_bytes, *SOURCES[codec], 0, code_bytes, 0, 2], np.int32)
+            layout = np.array([D, row_bytes, 0, *SOURCES[codec], 0, code_bytes, 0, 2], np.int32)
             call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes), np.uint8)})
             layout[1] -= 1
             short = arguments | {"layout": layout, "rows": np.zeros((F, row_bytes - 1), np.uint8)}
@@ -430,12 +504,12 @@ def test_a_layout_that_just_fits_passes() -> None:
     """A row of 72 bytes of codes, scales and zeros may have its codes behind its scales, and no room for a checksum."""
     arguments = legal("decode")
     layout = arguments["layout"].copy()
-    layout[2 + OFFSET], layout[2 + SCALES] = 16, 8
+    layout[PART + OFFSET], layout[PART + SCALES] = 16, 8
     call("decode", arguments | {"layout": layout})
-    layout[2 + OFFSET], layout[2 + SCALES] = 8, 72
+    layout[PART + OFFSET], layout[PART + SCALES] = 8, 72
     call("decode", arguments | {"layout": layout})
     layout[1] = 72
-    layout[2 + OFFSET], layout[2 + SCALES] = 0, 64
+    layout[PART + OFFSET], layout[PART + SCALES] = 0, 64
     call("decode", arguments | {"layout": layout, "rows": np.zeros((F, 72), np.uint8)})
 
 
