@@ -51,6 +51,8 @@ from moe_pack.runtime.cpu import (
     SelectedNeurons,
     expert_numbers,
     num_cpus,
+    panel_expert,
+    panel_numbers,
     row_numbers,
 )
 from moe_pack.runtime.model import Decoder, NativeOperations
@@ -119,6 +121,15 @@ class Experts:
         selector, records = extent[:begin].reshape(f, -1), extent[begin:].reshape(f, -1)
         return ExpertRows(expert_numbers(self.layout, _KIND, "silu"), selector, records, 0.0)
 
+    def put_in_panels(self, kernels: Kernels) -> bool:
+        """Gives every copy its panels; whether the kernels have them for this format."""
+        num_bytes = kernels.expert_panel_bytes(self._rows[0])
+        for place, rows in enumerate(self._rows if num_bytes else ()):
+            panels = np.empty(num_bytes, np.uint8)
+            panel_expert(rows, panels)
+            self._rows[place] = replace(rows, panels=panels)
+        return num_bytes > 0
+
     def take(self, count: int, threshold: float) -> list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]:
         """Returns the next `count` copies, all for the one token."""
         self._next += count
@@ -168,6 +179,26 @@ def measure_experts(
     return figures
 
 
+def measure_panels(
+    model: Model, stored: PartFormat, rounds: int, pools: dict[int, Kernels], spare: NDArray[np.uint8]
+) -> list[Figure]:
+    """Times experts of which nothing is skipped from panels; none where a format has no panels."""
+    experts, x = Experts(model, stored), torch.randn(1, model.d, generator=torch.Generator().manual_seed(0))
+    if not experts.put_in_panels(next(iter(pools.values()))):
+        return []
+    times: dict[int, list[float]] = {threads: [] for threads in pools}
+    reads: dict[int, list[float]] = {threads: [] for threads in pools}
+    for _, (threads, kernels) in product(range(rounds + 1), pools.items()):
+        reads[threads].append(_seconds(partial(kernels.read, spare)))
+        times[threads].append(_seconds(partial(kernels.experts, x, experts.take(model.experts, 0.0))))
+    num_bytes, figures = model.experts * experts.layout.num_bytes, []
+    for threads, seconds in times.items():
+        taken, rate = median(seconds[1:]), spare.nbytes / median(reads[threads][1:])
+        case = (model.name, f"{format_text(stored)}, panels", threads, 0.0, num_bytes)
+        figures.append(Figure(*case, 1e3 * taken, num_bytes / taken / 1e9, num_bytes / taken / rate))
+    return figures
+
+
 @main.command("experts")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Runs of each case.")
 @click.option(
@@ -199,6 +230,7 @@ def experts_command(
         name = next(iter(pools.values())).instruction_set
         for model, stored in tqdm(list(product(_MODELS, map(format_of, formats.split(",")))), disable=as_json):
             figures += measure_experts(model, stored, rounds, pools, spare)
+            figures += measure_panels(model, stored, rounds, pools, spare)
     rows = [
         (x.model, x.stored_as, x.threads, f"{x.sparsity:.0%}", f"{x.num_bytes / 1e6:.1f}", f"{x.ms:.2f}",
          f"{x.gb_per_s:.1f}", f"{x.share:.0%}")
@@ -211,6 +243,7 @@ def experts_command(
 # --- rows in the cache
 
 _ROWS_MODEL = Model("rows", 4096, 512, 1)
+_LEAST_THRESHOLD = 1e-30  # of experts that may skip neurons
 _MANY_TOKENS = (4, 64)  # rows are decoded for all of them
 
 
@@ -244,12 +277,22 @@ class CachedRows:
         assert expert.selector is not None
         selector = np.zeros((model.f, expert.selector.row_bytes), np.uint8)
         records = random_rows(expert.records, model.f, {"down": spread}, stream)
-        rows = ExpertRows(expert_numbers(expert, "both", "silu"), selector, records, 0)
+        rows = ExpertRows(expert_numbers(expert, "both", "silu"), selector, records, _LEAST_THRESHOLD)
         h, all_run = torch.randn(1, model.f, generator=generator), torch.ones(1, model.f, dtype=torch.bool)
         selected = SelectedNeurons(h, all_run, torch.arange(model.f, dtype=torch.int32))
         token = np.zeros(1, np.int64)
         self._sum = ExpertWork(rows, token, np.ones(1, np.float32), token, selected)
         self._y = np.zeros((1, model.d), np.float32)
+
+    def panel_operations(self, kernels: Kernels) -> tuple[Callable[[], object] | None, ...] | None:
+        """Returns the same of a dense matrix in panels, which has no sums of rows; None if the kernels have no panels."""
+        panels = self._rows.copy()
+        if not kernels.put_in_panels(self._numbers, panels):
+            return None
+        dot, *many = (
+            partial(kernels.product, x, panel_numbers(self._numbers), panels) for x in (self._x, *self._tokens)
+        )
+        return dot, None, *many
 
     def operations(self, kernels: Kernels) -> tuple[Callable[[], object], ...]:
         """Returns what `RowCosts` has the times of."""
@@ -263,7 +306,7 @@ class CachedRows:
 @main.command("rows")
 @click.option("--rounds", default=99, show_default=True, type=click.IntRange(1), help="Runs of each case.")
 @click.option(
-    "--formats", default="2,trellis2,trellis2.5,3,trellis3,trellis3.5,4,trellis4", show_default=True, help="As before."
+    "--formats", default="2,trellis2,trellis2.5,3,trellis3,trellis3.5,4,trellis4,8", show_default=True, help="As before."
 )
 @click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="Best instruction set to use.")
 @click.option(
@@ -295,6 +338,9 @@ def rows_command(
         cases: list[tuple[str, tuple[Callable[[], object] | None, ...]]] = [
             (format_text(each), CachedRows(each).operations(kernels)) for each in stored
         ]
+        for each in stored:
+            if (in_panels := CachedRows(each).panel_operations(kernels)) is not None:
+                cases.append((f"{format_text(each)}, panels", in_panels))
         if libggml_cpu:
             cases += [(kind, _llama_operations(Ggml(libggml_cpu), kind)) for kind in llama_types.split(",")]
         times: dict[tuple[int, int], list[float]] = {}

@@ -334,23 +334,27 @@ inline void add_unpacked(const __m256i low[2], const __m256i high[2], float unit
 template <class Sums>
 void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
                     float*, float* sum) {
-    Prefetch prefetches[kMaxTile];
-    for (int32_t r = 0; r < num_rows; ++r) {
-        prefetches[r] = Prefetch(ahead, r);
-    }
+    // One row after the other: processors then fetch the rest of it themselves.
+    Prefetch prefetch;
+    int32_t num_fetched = 0;
+    const int32_t lines = num_rows * (ahead.num_bytes / kLineBytes + 1) / part.num_groups + 1;  // while a group is added
     for (int32_t first = 0; first < part.num_groups; first += kTotals) {
         const int32_t count = part.num_groups - first < kTotals ? part.num_groups - first : kTotals;
         const TileFactors factors(ScalesOfRows{part, rows, first}, num_rows, count, h, sum + part.num_cols + first);
         for (int32_t lane = 0; lane < count; ++lane) {
             const int32_t group = first + lane;
-            for (int32_t r = 0; r < num_rows; ++r) {
-                prefetches[r].line();
+            for (int32_t line = 0; line < lines; ++line) {
+                if (prefetch.at >= prefetch.stop && num_fetched < num_rows) {
+                    prefetch = Prefetch(ahead, num_fetched++);
+                }
+                prefetch.line();
             }
             Sums::add_group(rows, num_rows, group, GroupDigits{factors, lane}, factors.units[lane], sum + group * kBlock);
         }
     }
-    for (int32_t r = 0; r < num_rows; ++r) {
-        prefetches[r].rest();
+    prefetch.rest();
+    while (num_fetched < num_rows) {
+        Prefetch(ahead, num_fetched++).rest();
     }
 }
 
