@@ -60,6 +60,12 @@ struct GivenLayer {
     Buffer<const float> vectors[kNumVectors];
     GivenMatrix matrices[kNumMatrices];
     std::vector<std::unique_ptr<GivenLayerExpert>> experts;
+    bool has_panels = false;
+
+    // Whether kernels can multiply its matrices.
+    bool suits(const Pool& pool) const {
+        return !has_panels || pool.kernels().panels != nullptr || refuse("layout", "these kernels have no panels");
+    }
 
     bool take(PyObject* layout_numbers, PyObject* float_values, PyObject* vector_tuple, PyObject* matrix_tuple) {
         Copied<int32_t> numbers;
@@ -135,6 +141,7 @@ struct GivenLayer {
         for (int i = 0; i < kNumMatrices; i++) {
             const size_t num_cols = i == 3 ? width : i == 7 ? 0 : d;
             if (!matrices[i].take(PyTuple_GetItem(tuple, i), names[i], num_cols, found[i])) return false;
+            has_panels |= found[i]->rows != nullptr && found[i]->layout.in_panels;
             if (i < 4 && !has_size(names[i], found[i]->num_rows, i == 0 ? width : i == 3 ? d : kv_width)) return false;
         }
         w.unrouted.gate.place = w.gate.rows == nullptr ? Place::none : Place::record;
@@ -438,8 +445,8 @@ PyObject* begin_layer(PyObject*, PyObject* arguments) {
     GivenLayers* given = pool == nullptr ? nullptr : layers_of(capsule);
     GivenLayer* layer = given == nullptr ? nullptr : layer_of(given, idx);
     GivenPass taken;
-    if (layer == nullptr || !taken.take(layer->weights, from) || !taken.take_angles(layer->weights, cosines, sines) ||
-        !taken.take_caches(layer->weights, caches))
+    if (layer == nullptr || !layer->suits(*pool) || !taken.take(layer->weights, from) ||
+        !taken.take_angles(layer->weights, cosines, sines) || !taken.take_caches(layer->weights, caches))
         return nullptr;
     return unlocked([&] {
         std::lock_guard<std::mutex> lock(given->one_call);
@@ -468,7 +475,7 @@ PyObject* run_layers(PyObject*, PyObject* arguments) {
         PyObject* tuple = PyList_GetItem(list, i);
         PyObject *cosines, *sines, *caches;
         GivenLayer* layer = layer_of(given, first + (int)i);
-        if (layer == nullptr || tuple == nullptr) return nullptr;
+        if (layer == nullptr || tuple == nullptr || !layer->suits(*pool)) return nullptr;
         if (!PyTuple_Check(tuple)) return refuse("steps", "expected tuples");
         steps.push_back(std::make_unique<GivenStep>());
         GivenStep& step = *steps.back();
