@@ -306,7 +306,10 @@ class CachedRows:
 @main.command("rows")
 @click.option("--rounds", default=99, show_default=True, type=click.IntRange(1), help="Runs of each case.")
 @click.option(
-    "--formats", default="2,trellis2,trellis2.5,3,trellis3,trellis3.5,4,trellis4,8", show_default=True, help="As before."
+    "--formats",
+    default="2,trellis2,trellis2.5,3,trellis3,trellis3.5,4,trellis4,8",
+    show_default=True,
+    help="As before.",
 )
 @click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="Best instruction set to use.")
 @click.option(
@@ -534,7 +537,11 @@ def run_rounds(
 )
 @click.option("--formats", default="4", show_default=True, help="Of experts, as for experts.")
 @click.option(
-    "--dense-bits", default=8, show_default=True, type=click.Choice((4, 8)), help="Of dense matrices; 8 as convert does."
+    "--dense-bits",
+    default=8,
+    show_default=True,
+    type=click.Choice((4, 8)),
+    help="Of dense matrices; 8 as convert does.",
 )
 @click.option("--threads", multiple=True, default=(1, 2), show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
@@ -569,9 +576,9 @@ def decode_command(
     """Times decode and prefill of some layers of random weights, all in memory, against llama.cpp.
 
     Our packs (selector `up`, group 64) and a GGUF of the same layers, head and embedding, with experts in Q4_0, 4.5 bits
-    a weight as ours, and the rest in Q8_0, 8.5 bits, or with --dense-bits 4 in Q4_0. Packs of a sparsity share their experts. One program works while the
-    others wait; of each round every program decodes and prefills the same random tokens. Of a prefill only the last
-    token's logits are asked for. Medians over rounds.
+    a weight as ours, and the rest in Q8_0, 8.5 bits, or with --dense-bits 4 in Q4_0. Packs of a sparsity share their
+    experts. One program works while the others wait; of each round every program decodes and prefills the same random
+    tokens. Of a prefill only the last token's logits are asked for. Medians over rounds.
     """
     speeds, facts = list[Speed](), dict[str, object]()
     for name in models or _SHAPES:
