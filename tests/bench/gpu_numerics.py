@@ -63,7 +63,8 @@ def main(folder: Path, model: Path | None, tokens: int, as_json: bool) -> None:
     else:
         name, packed = model.name, folder / f"{model.name}-4-bit"
         if not packed.exists():
-            moe_pack("convert", model, "--selector-bits", 4, "--record-bits", 4, "-o", packed)
+            bits = ("--selector-bits", 4, "--record-bits", 4, "--dense-bits", "source")
+            moe_pack("convert", model, *bits, "-o", packed)
     rows = compared(name, packed, tokens)
     finish({"header": _HEADER, "rows": rows}, table(_HEADER, rows), as_json)
 

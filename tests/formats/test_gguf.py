@@ -592,7 +592,7 @@ def test_a_plan_of_a_file_converts_it(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_pack_is_compared_with_the_file_it_was_made_from(model: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
-    ran("convert", model, "--selector", "none", "--record-bits", 8, "-o", packed)
+    ran("convert", model, "--selector", "none", "--record-bits", 8, "--dense-bits", "source", "-o", packed)
     assert "same likeliest token" in ran("verify", packed, "--against", model)
     ran("eval", packed, "--against", model, "--tokens", 256)
     against = json.loads((packed / "quality.json").read_text())["content"]["against"]

@@ -35,7 +35,8 @@ def main() -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
     command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", source, "-o", str(disk / "pack"), "--stream"]
     command += ["--stream-space", str(STREAM_BYTES), "--selector-bits", "2", "--record-bits", "2"]
-    command += ["--quantizer", "nearest", "--codec", "affine", "--group-size", "64", "--workers", "2"]
+    command += ["--dense-bits", "source", "--quantizer", "nearest", "--codec", "affine", "--group-size", "64"]
+    command += ["--workers", "2"]
     kills = most = 0
     while True:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

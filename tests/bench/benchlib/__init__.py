@@ -23,7 +23,7 @@ DEMO_MODEL = ROOT / "tests" / "models" / "tiny-mixtral"
 BOOK = ROOT / "tests" / "data" / "books-valid.txt"  # neither the demo model nor the shipped sample has seen it
 SEQUENCE_LENGTH = 512
 PACK_BITS = ("--selector-bits", "4", "--record-bits", "4", "--dense-bits", "4")
-FLOE_BITS = ("--selector", "up", "--selector-bits", "2", "--record-bits", "16")
+FLOE_BITS = ("--selector", "up", "--selector-bits", "2", "--record-bits", "16", "--dense-bits", "16")
 
 sys.path.append(str(ROOT / "tests"))  # after all else: some commands use what tests have
 

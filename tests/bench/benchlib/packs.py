@@ -85,6 +85,7 @@ FLOE = {
 
 # As CORM stores experts, and all of them in its 4 bits. 45% of the neurons run: theta 0.25 leaves out 55% (Fig. 2).
 _CORM_INT4 = ("--selector", "gate", "--selector-bits", "4", "--record-bits", "4", "--scale-bits", "8")
+_CORM_INT4 += ("--dense-bits", "16")
 _CORM_MODELS = {"mixtral-5-layers": ("mixtral-8x7b", 5), "deepseek-11-layers": ("deepseek-moe-16b", 11)}
 CORM: dict[str, SyntheticPack] = {}
 for _name, (_model, _layers) in _CORM_MODELS.items():
@@ -120,7 +121,7 @@ def make_profiled_demo(folder: Path) -> Path:
     if not (profile / "profile.json").exists():
         moe_pack("profile", DEMO_MODEL, "--tokens", 8192, "--sensitivity", "none", "-o", profile)
     if not (pack / "manifest.json").exists():
-        bits = ("--selector-bits", 4, "--record-bits", 4, "--sparsity", 0)
+        bits = ("--selector-bits", 4, "--record-bits", 4, "--dense-bits", "source", "--sparsity", 0)
         moe_pack("convert", DEMO_MODEL, *bits, "--profile", profile, "-o", pack)
     return pack
 
@@ -129,7 +130,7 @@ def make_demo(folder: Path, sparsity: float) -> Path:
     """Returns the demo model's pack at 4 bit, with this share of its neurons not running."""
     pack = folder / f"demo-{sparsity:g}"
     if not (pack / "manifest.json").exists():
-        bits = ("--selector-bits", 4, "--record-bits", 4, "--sparsity", sparsity)
+        bits = ("--selector-bits", 4, "--record-bits", 4, "--dense-bits", "source", "--sparsity", sparsity)
         moe_pack("convert", DEMO_MODEL, *bits, "-o", pack)
     return pack
 

@@ -73,7 +73,8 @@ def make_demo(results: Results, sparsity: float) -> Path:
     folder = folder_for(f"demo-{sparsity:g}", _DEMO_BYTES, results.is_rehearsal)
     if not (folder / "manifest.json").exists():
         command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(DEMO_MODEL), "--quantizer", "nearest"]
-        command += ["--selector-bits", "4", "--record-bits", "4", "--sparsity", str(sparsity), "-o", str(folder)]
+        command += ["--selector-bits", "4", "--record-bits", "4", "--dense-bits", "source"]
+        command += ["--sparsity", str(sparsity), "-o", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{' '.join(command[2:])}: {done.stderr.strip()[-1000:]}"
     return folder
