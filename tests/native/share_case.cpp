@@ -84,6 +84,8 @@ void run_plainly(Random& random, Pool& pool, Given& given, int32_t at, Exact<flo
             if (expert.layout.selector != Selector::none) {
                 work.a = a.emplace_back(random, expert.layout.num_rows).get();
                 work.runs = runs.emplace_back(random, expert.layout.num_rows).get();
+                // Where no neuron is below a threshold, sums may be over all of them; a share has lists alone.
+                work.threshold = 1.0f;
             }
             for (int32_t i = 0; work.a && i < count; i++) {
                 a.back()[work.neurons[i]] = given.a[(first + p) * sizes.f + i];
