@@ -6,6 +6,7 @@
 #include "cases.h"
 #include "job.h"
 #include "layouts.h"
+#include "panels.h"
 #include "plain.h"
 #include "tiles.h"
 
@@ -31,6 +32,7 @@ struct Given {
           weights(random, tokens.size()) {
         threshold = sane ? random.pick({0.0f, 0.01f, 0.1f, 1.0f, 100.0f})
                          : random.pick({0.0f, 0.5f, -1.0f, NAN, INFINITY, -INFINITY, 1e-40f});
+        if (can_panel(layout) && random.chance(70)) threshold = 0.0f;
         for (size_t i = 0; i < tokens.size(); i++) tokens[i] = random.between(0, (int64_t)num_x - 1);
         sane ? fill_inputs(random, weights.get(), weights.size()) : fill_wild(random, weights.get(), weights.size());
         for (int32_t c = 0; sane && layout.extra_row_bytes && c < layout.num_cols; c++) {
@@ -41,9 +43,12 @@ struct Given {
             for (const PlacedPart* part : {&layout.gate, &layout.up, &layout.down}) make_sane(random, *part, row(*part, r));
     }
     bool has_rows() const { return layout.selector != Selector::none; }
-    uint8_t* row(const PlacedPart& part, int32_t row_idx) {
+    const uint8_t* row(const PlacedPart& part, int32_t row_idx) const {
         if (part.place == Place::selector) return selector.get() + (size_t)row_idx * layout.selector_row_bytes;
         return records.get() + (size_t)row_idx * layout.record_row_bytes;
+    }
+    uint8_t* row(const PlacedPart& part, int32_t row_idx) {
+        return const_cast<uint8_t*>(static_cast<const Given*>(this)->row(part, row_idx));
     }
     PlainRow plain(const PlacedPart& part, int32_t row_idx) {
         return part.place == Place::none ? PlainRow{} : plain_row(part, row(part, row_idx));
@@ -80,6 +85,67 @@ class Paged {
     size_t begin_, page_bytes_;
     std::deque<Exact<uint8_t>> pages_;
     std::vector<const uint8_t*> places_;
+};
+
+// The same rows in panels, each tile of 64 neurons where panels.h says.
+class Panels {
+  public:
+    Panels(Random& random, const Given& given)
+        : layout_(given.layout), selector_(random, given.selector.size()), records_(random, given.records.size()) {
+        for (int32_t number = 0; number < layout_.num_rows / 64; number++) {
+            uint8_t* selector = tile(selector_, layout_.selector_row_bytes, number);
+            uint8_t* records = tile(records_, layout_.record_row_bytes, number);
+            make_tile(layout_, given.selector.get(), given.records.get(), number, selector, records);
+            const uint8_t* at[3] = {nullptr, selector, records};
+            for (const PlacedPart* part : {&layout_.gate, &layout_.up}) check_rows(given, number, *part, at);
+            check_down(given, number, at[2]);
+        }
+    }
+    void give(ExpertWork* work) const {
+        work->selector_panels = selector_.get();
+        work->record_panels = records_.get();
+    }
+
+  private:
+    static uint8_t* tile(Exact<uint8_t>& bytes, size_t row_bytes, size_t number) {
+        if (bytes.size() == 0) return nullptr;
+        uint8_t* begin = bytes.get() + 64 * row_bytes * number;
+        while ((uintptr_t)begin % kLineBytes) begin++;
+        return begin;
+    }
+    void check_rows(const Given& given, int32_t number, const PlacedPart& placed, const uint8_t** at) const {
+        if (placed.place == Place::none) return;
+        const uint8_t*& panel = at[(int)placed.place];
+        for (int32_t first = 64 * number; first < 64 * (number + 1); first += 16) {
+            const uint8_t* rows[16];
+            for (int32_t r = 0; r < 16; r++) rows[r] = given.row(placed, first + r) + placed.offset;
+            check_panel(placed.part, rows, panel);
+            panel += 16 * (placed.part.code_bytes + 2 * placed.part.scale_bytes);
+        }
+    }
+    // For each eight groups of columns: scales of all neurons, zeros of all, and then lines of eight neurons' 16 columns.
+    void check_down(const Given& given, int32_t number, const uint8_t* at) const {
+        const Part& part = layout_.down.part;
+        for (int32_t first = 0; first < part.num_groups; first += 8) {
+            const int32_t count = std::min(8, part.num_groups - first);
+            const uint8_t* lines = at + 2 * 2 * 64 * count;
+            for (int32_t r = 0; r < 64; r++) {
+                const uint8_t* row = given.row(layout_.down, 64 * number + r) + layout_.down.offset;
+                const uint8_t* scales = row + part.scales_at + 2 * first;
+                require(std::memcmp(at + 2 * count * r, scales, 2 * count) == 0, "scales of down in panels");
+                require(std::memcmp(at + 2 * count * (64 + r), scales + part.scale_bytes, 2 * count) == 0,
+                        "zeros of down in panels");
+                for (int32_t c = 0; c < 64 * count; c++) {
+                    const uint8_t byte = lines[c / 16 * 512 + r / 8 * 64 + c % 16 * 4 + r % 4];
+                    require((byte >> 4 * (r % 8 / 4) & 15) == plain_code(part, row, 64 * first + c), "a code of down");
+                }
+            }
+            at = lines + 4 * 512 * count;
+        }
+    }
+
+    const ExpertLayout& layout_;
+    Exact<uint8_t> selector_, records_;
 };
 
 // What a selector tells of tokens.
@@ -348,6 +414,26 @@ void run_paged(Random& random, Pool& pool, const std::vector<Given>& experts, co
     require(y.same_bits(whole), "the same bits for rows in pages");
 }
 
+// The same values from panels, of those experts that have them; all experts' are made and looked at.
+void run_panels(Random& random, Pool& alone, Pool& several, const std::vector<Given>& experts,
+                std::vector<ExpertWork> works, const Exact<float>& x, const Exact<float>& before,
+                const Exact<float>& whole, bool sane) {
+    std::deque<Panels> panels;
+    for (size_t i = 0; i < experts.size(); i++)
+        if (can_panel(experts[i].layout) && random.chance(80)) panels.emplace_back(random, experts[i]).give(&works[i]);
+    if (panels.empty()) return;
+    for (Pool* pool : {&alone, &several}) {
+        Exact<float> y(random, x.size());
+        y.copy_from(before);
+        require(run_experts(*pool, works.data(), (int32_t)works.size(), x.get(), y.get()) == Outcome::done,
+                "experts in panels are done");
+        // A row that is left out because its neuron is zero may have a scale that is no number.
+        for (size_t i = 0; i < y.size(); i++)
+            if (!same_value(y[i], whole[i]) && (sane || !std::isnan(y[i])))
+                fail("y[%zu] from panels is %.9g, from rows %.9g", i, y[i], whole[i]);
+    }
+}
+
 void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& experts, const Exact<float>& x,
                Counts& counts) {
     std::vector<ExpertWork> works;
@@ -367,6 +453,7 @@ void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& e
     require(y.same_bits(other), "the same bits for any number of threads");
     run_selected(random, several, works, x, before, y);
     run_paged(random, several, experts, x, before, y);
+    run_panels(random, alone, several, experts, works, x, before, y, sane);
     if (!sane) return;
     for (Given& given : experts) add_expert(alone, given, x, expected);
     counts.compared++;

@@ -33,6 +33,7 @@ SOURCES = ([FP8, 8, 128, 32], [E5M2, 8, 0, 8], [MXFP4, 4, 32, 8])  # codec, widt
 LIMITED = 5  # the first neuron function with a limit
 FEW_CASES = 2000  # in which some function may not have met right arguments
 MOST_IN_BLOCK = 32  # codes of a cache
+TILE, PANEL_ROWS = 64, 16  # neurons, and rows of a matrix, that are in panels together
 Arguments = list[Any]
 
 
@@ -55,6 +56,7 @@ class Cases:
         self.pools = pools
         self.d = BLOCK * self.number(1, 4) if self.chance(60) else self.number(1, 100)
         self.f = self.number(1, 80)
+        self.may_panel = self.d % BLOCK == 0 and self.chance(30)  # experts and rows have the form that panels take
         self.tokens = int(self.random.choice([0, 1, 2, 3, 4, 9, 65]))
 
     def number(self, low: int, high: int) -> int:
@@ -69,7 +71,9 @@ class Cases:
     def bytes(self, *shape: int) -> Any:
         return self.random.integers(0, 256, shape, dtype=np.uint8)
 
-    def part(self, place: int) -> list[int]:
+    def part(self, place: int, width: int = 4) -> list[int]:
+        if self.may_panel and self.d % BLOCK == 0:  # of other columns too: a matrix of a layer
+            return [AFFINE, width, BLOCK, 16, 0, 0, 0, place]
         affine = self.d % BLOCK == 0 and self.chance(75)
         width, group = int(self.random.choice([1, 2, 3, 4, 8])), int(self.random.choice([0, 16, 32, 64]))
         codec = AFFINE if affine else int(self.random.choice([BF16, F16, F32]))
@@ -97,10 +101,12 @@ class Cases:
             for part in parts:
                 part[offset] = row_bytes[part[7]]
                 row_bytes[part[7]] += self.part_bytes(part)[number]
-        return row_bytes
+        return [each + 4 if self.may_panel and each else each for each in row_bytes]  # of a checksum: room for panels
 
     def expert(self) -> tuple[Any, Any, Any, Any]:
         kind = self.number(0, 3)
+        if self.may_panel:
+            self.f = -(-self.f // TILE) * TILE
         parts = [self.part(SELECTOR_ROW if kind in (2, 3) else RECORD)]
         parts += [self.part(SELECTOR_ROW if kind in (1, 3) else RECORD), self.part(RECORD)]
         row_bytes = self.place(parts)
@@ -123,25 +129,36 @@ class Cases:
         order = self.random.permutation(there)[:slots].astype(np.int32)
         return self.bytes(there * slot_bytes), order, slot_bytes, head_bytes, page_bytes, begin
 
-    def rows(self) -> tuple[Any, Any]:
-        part = self.part(RECORD)
-        row_bytes = self.place([part])[RECORD]
-        numbers = [self.d, row_bytes, *part]
-        return np.array(numbers, np.int32), self.bytes(self.number(0, 60), numbers[1])
+    def panels_of(self, layout: Any) -> Any:
+        """Bytes of an expert's panels."""
+        return self.bytes(int(layout[1]) * int(layout[4] + (layout[3] if layout[2] else 0)))
+
+    def rows(self, in_panels: bool | None = None) -> tuple[Any, Any]:
+        """Rows of one part; in panels: None for perhaps, if they have the form."""
+        part = self.part(RECORD, int(self.random.choice([4, 8])))
+        row_bytes, num_rows = self.place([part])[RECORD], self.number(0, 60)
+        if in_panels is None:
+            in_panels = self.may_panel and self.chance(50)
+        if in_panels:
+            num_rows = -(-num_rows // PANEL_ROWS) * PANEL_ROWS
+        return np.array([self.d, row_bytes, in_panels, *part], np.int32), self.bytes(num_rows, row_bytes)
 
     def experts_arguments(self) -> Arguments:
         given: list[Any] = []
         for _ in range(self.number(0, 4)):
             self.f = self.number(1, 40)
             tokens = self.random.integers(0, max(self.tokens, 1), self.number(0, 5) if self.tokens else 0)
-            one = [*self.expert(), float(self.random.normal()), tokens, self.floats(len(tokens))]
+            expert = self.expert()
+            threshold = float(self.random.normal()) if self.chance(50) else 0.0
+            panels = self.panels_of(expert[0]) if self.may_panel and self.chance(50) else None
+            one = [*expert, panels, threshold, tokens, self.floats(len(tokens))]
             if self.chance(40):
                 neurons = self.random.integers(0, self.f, self.number(0, self.f)).astype(np.int32)
                 one += [tokens, self.floats(len(tokens), self.f), self.bytes(len(tokens), self.f), neurons]
             given.append(tuple(self.tampered(one) if self.chance(10) else one))
         if given and self.chance(5):
-            layout, selector, records, extra, _, tokens, weights = (*given[0], *[None] * 7)[:7]
-            given[0] = (layout, selector, records, extra, Changing(given), tokens, weights)
+            layout, selector, records, extra, panels, _, tokens, weights = (*given[0], *[None] * 8)[:8]
+            given[0] = (layout, selector, records, extra, panels, Changing(given), tokens, weights)
         return [given, self.floats(self.tokens, self.d), self.floats(self.tokens, self.d), self.d]
 
     def select_arguments(self) -> Arguments:
@@ -160,8 +177,23 @@ class Cases:
         return [layout, rows, self.floats(self.tokens, self.d), self.floats(self.tokens, len(rows))]
 
     def decode_arguments(self) -> Arguments:
-        layout, rows = self.rows()
+        layout, rows = self.rows(in_panels=False)
         return [layout, rows, self.floats(len(rows), self.d)]
+
+    def put_in_panels_arguments(self) -> Arguments:
+        return list(self.rows(in_panels=False))
+
+    def take_rows_arguments(self) -> Arguments:
+        layout, rows = self.rows(in_panels=self.may_panel)
+        places = self.random.integers(0, max(len(rows), 1), self.number(0, 60)).astype(np.int32)
+        return [layout, rows, places, self.bytes(len(places), rows.shape[1])]
+
+    def expert_panel_bytes_arguments(self) -> Arguments:
+        return [self.expert()[0], float(self.random.choice([0.0, 1.0]))]
+
+    def panel_expert_arguments(self) -> Arguments:
+        layout, selector, records, _ = self.expert()
+        return [layout, selector, records, self.panels_of(layout)]
 
     def checksum_arguments(self) -> Arguments:
         return [self.bytes(self.number(0, 300_000 if self.chance(5) else 500))]
@@ -224,7 +256,9 @@ class Cases:
         row_bytes = self.place([part])[RECORD]
         self.d = hidden
         bias = self.floats(num_rows) if self.chance(30) else None
-        return np.array([num_cols, row_bytes, *part], np.int32), self.bytes(num_rows, row_bytes), bias
+        in_panels = self.may_panel and num_cols % BLOCK == 0 and num_rows % PANEL_ROWS == 0
+        numbers = np.array([num_cols, row_bytes, in_panels and self.chance(50), *part], np.int32)
+        return numbers, self.bytes(num_rows, row_bytes), bias
 
     def activate_arguments(self) -> Arguments:
         count = self.number(0, 300)
@@ -445,7 +479,10 @@ def call_layers(module: ModuleType, cases: Cases) -> bool:
         while any(isinstance(rows, tuple) for rows in (selector, records, extra)):  # in pages
             layout, selector, records, extra = cases.expert()
         if cases.chance(95):
-            call("set_layer_expert", 5, handle, 0, expert, layout, selector, records, extra, 0.5)
+            threshold = 0.5 if cases.chance(50) else 0.0
+            call("set_layer_expert", 5, handle, 0, expert, layout, selector, records, extra, threshold)
+            if cases.may_panel and cases.chance(70):
+                call("set_layer_panels", 10, handle, 0, expert, cases.panels_of(layout))
     accepted = False
     for _ in range(3):
         sequences, tokens = cases.number(1, 3), int(cases.random.choice([1, 1, 2, 4]))
@@ -459,7 +496,7 @@ def call_layers(module: ModuleType, cases: Cases) -> bool:
 
 def call_share(module: ModuleType, cases: Cases) -> bool:
     """Opens a share of the host and runs its layers, with any numbers in what a GPU writes."""
-    k, num_layers, f = cases.number(1, 3), cases.number(1, 3), cases.number(1, 60)
+    k, num_layers, f = cases.number(1, 3), cases.number(1, 3), TILE if cases.may_panel else cases.number(1, 60)
     t, places = cases.number(1, 2), num_layers * cases.number(1, 2)
     num_experts, given = cases.random.integers(1, 4, num_layers).astype(np.int32), list[Any]()
     for _ in range(num_experts.sum()):
@@ -531,7 +568,7 @@ def run_case(module: ModuleType, seed: int, pools: list[object]) -> tuple[str, b
     names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]
     name = names[cases.number(0, len(names) - 1)]
     arguments = getattr(cases, f"{name}_arguments")()
-    if name not in ("open_pool", "stitch", "search_trellis", "row_pieces"):
+    if name not in ("open_pool", "stitch", "search_trellis", "row_pieces", "panel_expert"):
         arguments = [pools[cases.number(0, len(pools) - 1)], *arguments]
     for _ in range(cases.number(0, 2)):
         arguments = cases.tampered(arguments)

@@ -7,6 +7,7 @@
 #include "layers.h"
 #include "layouts.h"
 #include "norm.h"
+#include "panels.h"
 #include "plain.h"
 #include "rotation.h"
 #include "rows.h"
@@ -17,7 +18,7 @@ namespace {
 // Memory that a layer borrows.
 class Held {
   public:
-    Held(Random& random, bool sane) : random_(random), sane_(sane) {}
+    Held(Random& random, Pool& pool, bool sane) : random_(random), pool_(pool), sane_(sane) {}
 
     float* floats(size_t count) {
         Exact<float>& made = floats_.emplace_back(random_, count);
@@ -37,25 +38,54 @@ class Held {
             make_sane(random_, made.layout.part, rows + (size_t)r * made.layout.row_bytes);
         made.rows = rows;
         made.num_rows = num_rows;
+        if (may_panel() && made.layout.part.offset == 0 && can_panel(made.layout.part.part, made.layout.row_bytes, num_rows)) {
+            require(put_in_panels(pool_, made.layout, rows, num_rows) == Outcome::done, "a matrix is put in panels");
+            made.layout.in_panels = true;
+        }
         made.bias = random_.chance(30) ? floats(num_rows) : nullptr;
         return made;
     }
     LayerExpert expert(int32_t d) {
         LayerExpert made = {};
         Numbers numbers;
-        do numbers = random_expert(random_, {d, (int32_t)random_.between(1, 40), 1});
+        const int32_t num_rows = random_.chance(30) ? kMaxTile : (int32_t)random_.between(1, 40);
+        do numbers = random_expert(random_, {d, num_rows, 1});
         while (numbers.tampered);
         ExpertLayout& layout = made.layout;
         require(read_expert_layout(numbers.values.data(), numbers.values.size(), &layout) == nullptr, "a legal layout");
-        made.selector = Rows(bytes(layout.selector == Selector::none ? 0 : layout.selector_bytes(), 1));
-        made.records = Rows(bytes(layout.records_bytes(), 1));
+        uint8_t* selector = bytes(layout.selector == Selector::none ? 0 : layout.selector_bytes(), 1);
+        uint8_t* records = bytes(layout.records_bytes(), 1);
+        made.selector = Rows(selector);
+        made.records = Rows(records);
         made.extra = Rows(bytes(layout.extra_row_bytes, 1));
         made.threshold = random_.pick({0.0f, 0.1f, 1.0f});
+        if (can_panel(layout) && may_panel()) add_panels(selector, records, &made);
         return made;
     }
 
   private:
+    bool may_panel() { return pool_.kernels().panels != nullptr && random_.chance(60); }
+
+    // Panels of sane rows: one that is left out because its neuron is zero must have a scale that is a number.
+    void add_panels(uint8_t* selector, uint8_t* records, LayerExpert* made) {
+        const ExpertLayout& layout = made->layout;
+        for (const PlacedPart* part : {&layout.gate, &layout.up, &layout.down})
+            for (int32_t r = 0; r < layout.num_rows; r++)
+                make_sane(random_, *part, part->place == Place::selector ? selector + r * (size_t)layout.selector_row_bytes
+                                                                         : records + r * (size_t)layout.record_row_bytes);
+        uint8_t* selector_panels = bytes(selector_panel_bytes(layout), 1);
+        uint8_t* record_panels = bytes(layout.records_bytes(), 1);
+        for (int32_t tile = 0; tile < layout.num_rows / kMaxTile; tile++)
+            make_tile(layout, made->selector, made->records, tile,
+                      panel_in(selector_panels + (size_t)tile * kMaxTile * layout.selector_row_bytes),
+                      panel_in(record_panels + (size_t)tile * kMaxTile * layout.record_row_bytes));
+        made->selector_panels = selector_panels;
+        made->record_panels = record_panels;
+        made->threshold = 0.0f;
+    }
+
     Random& random_;
+    Pool& pool_;
     bool sane_;
     std::deque<Exact<float>> floats_;
     std::deque<Exact<uint8_t>> bytes_;
@@ -300,7 +330,7 @@ SequenceCache random_cache(Random& random, const LayerWeights& w, int32_t tokens
 void layer_case(Random& random, Pools& pools, Counts& counts) {
     const TwoPools both(random, pools, pools.any_set(random));
     const bool sane = random.chance(60);
-    Held held(random, sane);
+    Held held(random, both.several, sane);
     const LayerWeights layer = random_layer(random, held);
     const int32_t num_sequences = (int32_t)random.between(1, 3);
     const int32_t each = layer.is_chunked ? 1 : random.pick({1, 1, 1, 2, 3, 5}), num_tokens = num_sequences * each;

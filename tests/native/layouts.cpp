@@ -55,6 +55,11 @@ void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
     part[kPlace] = (int)place;
 }
 
+// A part that may be in panels, of so many bits.
+void panel_part(int32_t width, Place place, int32_t* part) {
+    std::copy_n(std::array{(int32_t)Codec::affine, width, kBlock, 16, 0, 0, 0, (int32_t)place}.begin(), kPartNumbers, part);
+}
+
 // Gives parts of one place their offsets and those of their scales, in any order, with gaps or without; returns the
 // bytes of a row. As Python has them, the codes of all come first.
 int32_t place_parts(Random& random, int32_t* parts, int count, int32_t num_cols, Place place) {
@@ -121,6 +126,8 @@ Sizes random_sizes(Random& random) {
         sizes.num_cols = (int32_t)(random.chance(50) ? random.between(1, 70) : random.between(1, 1200));
     int64_t most = std::max<int64_t>(kMaxProducts / (std::max(sizes.num_tokens, 1) * sizes.num_cols), 1);
     sizes.num_rows = (int32_t)random.between(1, std::min<int64_t>(most, random.pick({1, 40, 200, 1200})));
+    if (sizes.num_cols % kBlock == 0 && most >= 2 * kMaxTile && random.chance(30))
+        sizes.num_rows = kMaxTile * (int32_t)random.between(1, 2);
     return sizes;
 }
 
@@ -136,8 +143,13 @@ Numbers random_expert(Random& random, const Sizes& sizes) {
     if (has_gate) random_part(random, d, gate ? Place::selector : Place::record, parts);
     random_part(random, d, up ? Place::selector : Place::record, parts + kPartNumbers);
     random_part(random, d, Place::record, parts + 2 * kPartNumbers);
+    const bool has_panels = d % kBlock == 0 && sizes.num_rows % kMaxTile == 0 && random.chance(70);
+    for (int32_t* part = parts; has_panels && part < n + kExpertNumbers; part += kPartNumbers)
+        if (part[kPlace] != (int)Place::none) panel_part(4, (Place)part[kPlace], part);
     n[3] = place_parts(random, parts, 3, d, Place::selector);
     n[4] = place_parts(random, parts, 3, d, Place::record);
+    for (int place : {3, 4})
+        if (has_panels && n[place] > 0) n[place] += 4;  // of a checksum, which leaves room for panels
     n[5] = random.chance(40) ? 4 * d + (int32_t)random.between(0, 20) : 0;
     n[6] = has_gate ? (int32_t)random.between(0, 6) : random.pick({0, 1, 3, 4});
     const float limit = random.pick({0.01f, 1.0f, 7.0f, 100.0f});
@@ -151,8 +163,10 @@ Numbers random_rows(Random& random, const Sizes& sizes) {
     made.values.assign(kRowsNumbers, 0);
     int32_t* n = made.values.data();
     n[0] = sizes.num_cols;
-    random_part(random, sizes.num_cols, Place::record, n + 2);
-    n[1] = place_parts(random, n + 2, 1, sizes.num_cols, Place::record);
+    random_part(random, sizes.num_cols, Place::record, n + 3);
+    if (sizes.num_cols % kBlock == 0 && random.chance(30)) panel_part(random.pick({4, 8}), Place::record, n + 3);
+    n[1] = place_parts(random, n + 3, 1, sizes.num_cols, Place::record);
+    if (random.chance(30)) n[1] += 4 + random.pick({0, 16});  // of a checksum and padding, which leave room for panels
     tamper(random, &made);
     return made;
 }
@@ -180,7 +194,14 @@ void check_expert(const ExpertLayout& layout, const std::vector<int32_t>& n) {
 void check_rows(const RowsLayout& layout, const std::vector<int32_t>& n) {
     require((int)n.size() == kRowsNumbers && layout.row_bytes == n[1] && n[1] >= 1, "numbers of rows");
     require(layout.part.place == Place::record, "rows hold their part");
-    check_part(layout.part, &n[2], n[0], n[1]);
+    check_part(layout.part, &n[3], n[0], n[1]);
+    require(n[2] == 0 || n[2] == 1, "rows are in panels or not");
+    if (n[2] == 0) return;
+    const int32_t* part = &n[3];
+    require(part[kCodec] == (int)Codec::affine && part[kGroup] == kBlock && part[kScaleBits] == 16 && !part[kBias] &&
+                (part[kWidth] == 4 || part[kWidth] == 8) && part[kOffset] == 0,
+            "a part that has panels");
+    require(n[1] % 4 == 0 && 16 * (int64_t)n[1] >= 16 * (code_bytes_of(part, n[0]) + end_bytes_of(part, n[0])) + 63, "room for a panel");
 }
 
 namespace {
@@ -188,7 +209,7 @@ namespace {
 // The codecs that keep what sources hold have one format each.
 void check_sources() {
     for (const auto& [codec, width, group, scale_bits] : kSources) {
-        std::vector<int32_t> rows = {kMaxCols, INT_MAX, (int)codec, width, group, scale_bits, 1000, 7, 1, 2};
+        std::vector<int32_t> rows = {kMaxCols, INT_MAX, 0, (int)codec, width, group, scale_bits, 1000, 7, 1, 2};
         RowsLayout made;
         require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows of a source");
         check_rows(made, rows);
@@ -198,12 +219,12 @@ void check_sources() {
             require(kernels->sum_floats(part) >= (size_t)kMaxCols, "memory for the longest sum of a source");
         }
         int64_t codes = made.part.part.code_bytes, end = made.part.part.bias_at() + 4 - made.part.part.scales_at;
-        for (int place : {3, 4, 5}) {
+        for (int place : {4, 5, 6}) {
             std::vector<int32_t> other = rows;
             other[place] += 8;
             require(read_rows_layout(other.data(), other.size(), &made) != nullptr, "another format is refused");
         }
-        for (const auto& [place, bytes] : {std::pair(6, codes), std::pair(7, end)}) {
+        for (const auto& [place, bytes] : {std::pair(7, codes), std::pair(8, end)}) {
             std::vector<int32_t> last = rows;
             last[place] = (int32_t)(INT_MAX - bytes);
             require(read_rows_layout(last.data(), last.size(), &made) == nullptr, "at the end of the longest rows");
@@ -234,7 +255,7 @@ void check_limits() {
             for (int group : {0, 16, 128}) {
                 if (codec == Codec::affine && width > 4 && width < 8) continue;
                 if (codec == Codec::trellis && width < 4) continue;
-                std::vector<int32_t> rows = {kMaxCols, INT_MAX, (int)codec, width, group, 8, 1000, 7, 1, 2};
+                std::vector<int32_t> rows = {kMaxCols, INT_MAX, 0, (int)codec, width, group, 8, 1000, 7, 1, 2};
                 RowsLayout made;
                 require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows");
                 check_rows(made, rows);

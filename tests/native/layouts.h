@@ -23,6 +23,7 @@ struct Sizes {
 };
 Sizes random_sizes(Random& random);
 
+// An expert of 64 or 128 neurons, or rows, may have the form that panels take.
 Numbers random_expert(Random& random, const Sizes& sizes);
 Numbers random_rows(Random& random, const Sizes& sizes);
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cases.h"
+#include "panels.h"
 #include "trellis_tables.h"
 
 namespace moe_pack {
@@ -104,6 +106,24 @@ void put_half(uint8_t* at, float value) {
 }
 
 }  // namespace
+
+int plain_code(const Part& part, const uint8_t* row, int c) { return code_at(part, row, c); }
+
+void check_panel(const Part& part, const uint8_t* const* rows, const uint8_t* panel) {
+    require((uintptr_t)panel % kLineBytes == 0, "where a panel begins");
+    for (int b = 0; b < part.num_groups; b++, panel += 16 * 8 * part.width + 64)
+        for (int r = 0; r < 16; r++) {
+            const uint8_t* scales = panel + 16 * 8 * part.width + 2 * r;
+            for (int k = 0; k < kBlock; k++) {
+                const uint8_t byte = panel[part.width == 8 ? k / 4 * 64 + 4 * r + k % 4 : k / 8 * 64 + 4 * r + k % 4];
+                const int code = part.width == 8 ? byte : byte >> 4 * (k % 8 / 4) & 15;
+                require(code == code_at(part, rows[r], kBlock * b + k), "a code in a panel");
+            }
+            const uint8_t* own = rows[r] + part.scales_at + 2 * b;
+            require(u16_at(scales) == u16_at(own), "a scale in a panel");
+            require(u16_at(scales + 32) == u16_at(own + part.scale_bytes), "a zero in a panel");
+        }
+}
 
 PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
     const Part& part = placed.part;

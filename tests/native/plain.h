@@ -29,6 +29,12 @@ struct PlainRow {
 };
 PlainRow plain_row(const PlacedPart& placed, const uint8_t* row);
 
+// Code `c` of a row of affine codes of 1, 2, 4 or 8 bits: the row begins with its codes.
+int plain_code(const Part& part, const uint8_t* row, int c);
+
+// Whether every code, scale and zero of 16 rows, each from where its codes begin, lies in a panel where panels.h says.
+void check_panel(const Part& part, const uint8_t* const* rows, const uint8_t* panel);
+
 // Random bytes made sane: scales, zeros, biases and plain weights of a size that a model's have.
 void make_sane(Random& random, const PlacedPart& placed, uint8_t* row);
 

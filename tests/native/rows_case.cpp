@@ -4,6 +4,7 @@
 #include "cases.h"
 #include "crc.h"
 #include "layouts.h"
+#include "panels.h"
 #include "plain.h"
 #include "rounded.h"
 #include "rows.h"
@@ -49,6 +50,72 @@ void check_wild(const RowsLayout& layout, const Exact<float>& x, const Exact<flo
     }
 }
 
+// Panels take the place of 16 rows each, and begin at the first multiple of 64 bytes there.
+void check_panels(const RowsLayout& layout, const Exact<uint8_t>& rows, const Exact<uint8_t>& panels, int32_t num_rows) {
+    for (int32_t first = 0; first < num_rows; first += 16) {
+        const uint8_t *of_panel[16], *panel = panels.get() + (size_t)first * layout.row_bytes;
+        while ((uintptr_t)panel % kLineBytes) panel++;
+        for (int32_t r = 0; r < 16; r++) of_panel[r] = rows.get() + (size_t)(first + r) * layout.row_bytes;
+        check_panel(layout.part.part, of_panel, panel);
+    }
+}
+
+// Rows that are taken out again are as they were, but for bytes that are of no part.
+void check_taken(Random& random, Pool& pool, const RowsLayout& layout, const Exact<uint8_t>& rows,
+                 const Exact<uint8_t>& panels, int32_t num_rows) {
+    const Part& part = layout.part.part;
+    const size_t row_bytes = layout.row_bytes;
+    Exact<int32_t> places(random, num_rows ? random.between(0, 40) : 0);
+    for (size_t k = 0; k < places.size(); k++) places[k] = (int32_t)random.between(0, num_rows - 1);
+    Exact<uint8_t> out(random, places.size() * row_bytes), expected(random, out.size());
+    expected.copy_from(out);
+    for (size_t k = 0; k < places.size(); k++) {
+        const uint8_t* row = rows.get() + places[k] * row_bytes;
+        std::memcpy(expected.get() + k * row_bytes, row, part.code_bytes);
+        std::memcpy(expected.get() + k * row_bytes + part.scales_at, row + part.scales_at, 2 * part.scale_bytes);
+    }
+    require(take_rows(pool, layout, panels.get(), places.get(), (int32_t)places.size(), out.get()) == Outcome::done,
+            "rows are taken");
+    require(out.same_bits(expected), "rows that are taken are as they were");
+}
+
+// A token alone gets what it gets among others, unless many share decoded rows.
+void check_alone(Random& random, Pool& pool, const RowsLayout& layout, const Exact<uint8_t>& panels, int32_t num_rows,
+                 const Exact<float>& x, const Exact<float>& out) {
+    const size_t d = layout.part.part.num_cols, num_tokens = x.size() / d;
+    if (num_tokens == 0 || num_rows == 0) return;
+    const size_t t = random.between(0, (int64_t)num_tokens - 1);
+    std::vector<float> found(num_rows);
+    require(multiply(pool, layout, panels.get(), num_rows, x.get() + t * d, 1, found.data()) == Outcome::done,
+            "a token's products are done");
+    require(std::memcmp(found.data(), out.get() + t * num_rows, sizeof(float) * num_rows) == 0,
+            "a token has the same bits alone");
+}
+
+// The same rows in panels. `of_rows`: their products.
+void run_panels(Random& random, Pool& alone, Pool& several, RowsLayout layout, const Exact<uint8_t>& rows,
+                int32_t num_rows, const Exact<float>& x, bool sane, const Exact<float>& of_rows, Counts& counts) {
+    const int32_t d = layout.part.part.num_cols, num_tokens = (int32_t)(x.size() / d);
+    Exact<uint8_t> panels(random, rows.size());
+    panels.copy_from(rows);
+    require(put_in_panels(several, layout, panels.get(), num_rows) == Outcome::done, "rows are put in panels");
+    layout.in_panels = true;
+    check_panels(layout, rows, panels, num_rows);
+    check_taken(random, several, layout, rows, panels, num_rows);
+    if (alone.kernels().panels == nullptr) return;
+    Exact<float> out(random, of_rows.size()), same_out(random, of_rows.size());
+    for (auto [pool, product] : {std::pair(&alone, &out), std::pair(&several, &same_out)})
+        require(multiply(*pool, layout, panels.get(), num_rows, x.get(), num_tokens, product->get()) == Outcome::done,
+                "products of panels are done");
+    require(out.same_bits(same_out), "the same bits for any number of threads, in panels");
+    counts.compared++;
+    const bool rounds = alone.rounds() && num_tokens > 3 && !alone.are_tokens_alone();
+    if (rounds) return require(out.same_bits(of_rows), "rounded products of panels are those of rows");
+    check_wild(layout, x, out, num_rows);
+    check_alone(random, several, layout, panels, num_rows, x, out);
+    if (sane) check_products(layout, false, rows, num_rows, x, num_tokens, 0, out);
+}
+
 void check_checksums(Random& random, Pool& pool, const Exact<uint8_t>& bytes) {
     uint32_t found = 1;
     require(checksum(pool, bytes.get(), bytes.size(), &found) == Outcome::done, "a checksum is done");
@@ -84,7 +151,11 @@ void rows_case(Random& random, Pools& pools, Counts& counts) {
     require(fault == nullptr || numbers.tampered, fault ? fault : "");
     if (fault != nullptr) return;
     check_rows(layout, numbers.values);
+    // Numbers that were tampered with may say that random bytes are panels: they are rows here.
+    layout.in_panels = false;
     const Part& part = layout.part.part;
+    const bool may_panel = layout.part.offset == 0 && can_panel(part, layout.row_bytes, 0);
+    if (may_panel) sizes.num_rows = (sizes.num_rows + kPanelRows - 1) / kPanelRows * kPanelRows;
     int32_t num_rows = random.chance(3) ? 0 : sizes.num_rows, num_tokens = sizes.num_tokens;
     if ((int64_t)num_rows * part.num_cols * std::max(num_tokens, 1) > 2 * kMaxProducts ||
         (int64_t)num_rows * layout.row_bytes > kMaxBytes || part.num_cols > 100'000)
@@ -106,6 +177,8 @@ void rows_case(Random& random, Pools& pools, Counts& counts) {
     require(weights.same_bits(same_weights) && out.same_bits(same_out), "the same bits for any number of threads, in rows");
     check_decoded(layout, rows, num_rows, weights);
     if (alone.rounds() && can_round(part)) check_wild(layout, x, out, num_rows);
+    if (may_panel)
+        run_panels(random, alone, several, layout, rows, num_rows, x, sane && !numbers.tampered, out, counts);
     if (!sane) return;
     counts.compared++;
     check_products(layout, numbers.tampered, rows, num_rows, x, num_tokens, alone.digits(), out);

@@ -8,6 +8,7 @@
 #include "cases.h"
 #include "host_share.h"
 #include "layouts.h"
+#include "panels.h"
 
 namespace moe_pack {
 namespace {
@@ -35,7 +36,8 @@ struct Given {
         rows.emplace_back(random, selector_bytes);
         const Rows selector(rows.back().get());
         rows.emplace_back(random, layout.records_bytes());
-        layers[layer_idx].push_back({layout, selector, rows.back().get(), random.pick({0.0f, 0.5f, NAN, INFINITY})});
+        const float threshold = can_panel(layout) ? 0.0f : random.pick({0.0f, 0.5f, NAN, INFINITY});
+        layers[layer_idx].push_back({layout, selector, rows.back().get(), threshold});
     }
     ShareBuffers buffers() {
         return {x.get(), weights.get(), experts.get(), counts.get(), neurons.get(), a.get(), y.get()};
@@ -84,6 +86,8 @@ void run_plainly(Random& random, Pool& pool, Given& given, int32_t at, Exact<flo
             if (expert.layout.selector != Selector::none) {
                 work.a = a.emplace_back(random, expert.layout.num_rows).get();
                 work.runs = runs.emplace_back(random, expert.layout.num_rows).get();
+                // Where no neuron is below a threshold, sums may be over all of them; a share has lists alone.
+                work.threshold = 1.0f;
             }
             for (int32_t i = 0; work.a && i < count; i++) {
                 a.back()[work.neurons[i]] = given.a[(first + p) * sizes.f + i];
@@ -145,7 +149,7 @@ void share_case(Random& random, Pools& pools, Counts& counts) {
     for (int32_t layer_idx = 0; layer_idx < num_layers; layer_idx++)
         for (int64_t left = random.between(1, 3); left > 0; left--) {
             Sizes of = sizes;
-            if (left > 1) of.num_rows = (int32_t)random.between(1, sizes.num_rows);
+            if (left > 1 && random.chance(50)) of.num_rows = (int32_t)random.between(1, sizes.num_rows);
             Numbers numbers = random_expert(random, of);
             while (numbers.tampered) numbers = random_expert(random, of);
             ExpertLayout layout;

@@ -40,8 +40,10 @@ void take_nibbles(const uint8_t* lines, uint8_t* codes) {
 bool can_panel(const Part& part, int32_t row_bytes, int32_t num_rows) {
     if (part.codec != Codec::affine || part.group != kBlock || part.scale_bits != 16 || part.has_bias) return false;
     if ((part.width != 4 && part.width != 8) || num_rows % kPanelRows) return false;
-    // A panel that does not begin at the first row's first byte still ends before the last one's end.
-    return (size_t)row_bytes * kPanelRows >= panel_bytes(part) + kLineBytes - 1;
+    // Panels are as far from each other as their rows, and all begin at a multiple of 64 bytes. One that does not begin
+    // at its first row's first byte still ends before the last one's end.
+    const size_t stride = (size_t)row_bytes * kPanelRows;
+    return stride % kLineBytes == 0 && stride >= panel_bytes(part) + kLineBytes - 1;
 }
 
 void make_panel(const Part& part, const uint8_t* const* rows, uint8_t* panel) {
@@ -77,13 +79,14 @@ void take_row(const Part& part, const uint8_t* panel, int32_t r, uint8_t* row) {
 }
 
 bool can_panel(const ExpertLayout& layout) {
+    constexpr int32_t any_length = INT32_MAX / kLineBytes * kLineBytes;
     size_t bytes[3] = {};  // of a tile's panels, by place
     if (layout.num_rows % kMaxTile) return false;
     for (const PlacedPart* placed : {&layout.gate, &layout.up, &layout.down}) {
         if (placed->place == Place::none) continue;
         const Part& part = placed->part;
         const bool is_down = placed == &layout.down;
-        if (part.width != 4 || !can_panel(part, INT32_MAX, 0)) return false;
+        if (part.width != 4 || !can_panel(part, any_length, 0)) return false;
         bytes[(int)placed->place] += is_down ? down_tile_bytes(part) : panel_bytes(part) * (kMaxTile / kPanelRows);
     }
     // As for a matrix: a tile ends within its rows wherever it begins.

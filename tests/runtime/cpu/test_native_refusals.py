@@ -437,10 +437,10 @@ ROW_LAYOUTS: dict[str, list[dict[int, int]]] = {
     "layout: unknown group": [{PART + GROUP: 1}],
     "layout: rows hold their part": [{PART + PLACE: 0}],
     "layout: in panels or not": [{IN_PANELS: 2}, {IN_PANELS: -1}],
-    # A panel of 1152 bytes, which may begin 63 bytes behind 16 rows' first.
+    # A panel of 1152 bytes, which may begin 63 bytes behind 16 rows' first; the next is whole lines of 64 behind.
     "layout: such rows have no panels": [
         {IN_PANELS: 1} | change for change in (
-            {ROW_BYTES: 75}, {PART + WIDTH: 3}, {PART + GROUP: 32}, {PART + SCALE_BITS: 8}, {PART + OFFSET: 1},
+            {ROW_BYTES: 72}, {ROW_BYTES: 77}, {PART + WIDTH: 3}, {PART + GROUP: 32}, {PART + SCALE_BITS: 8}, {PART + OFFSET: 1},
             {PART + BIAS: 1}, {PART + CODEC: 6}, {PART + PLACE: 0},
         )
     ],
