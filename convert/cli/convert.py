@@ -32,7 +32,7 @@ def convert_command(path: str, options: PackOrder) -> None:
     hub cache, and downloaded if they are not there; with --stream the checkpoint is never on the disk whole.
 
     \b
-    moe-pack convert mixtral -o packed/                    all experts alike, 4 bit
+    moe-pack convert mixtral -o packed/                    all experts in 4 bit, dense matrices in 8
     moe-pack convert mixtral -o packed/ --profile profile/ calibrated, with routing data
     moe-pack convert mixtral -o packed/ --plan plan.json   by a plan of moe-pack plan
     moe-pack convert mixtral -o packed/ --target-vram 11G  for a memory

@@ -285,7 +285,7 @@ class CachedRows:
         self._y = np.zeros((1, model.d), np.float32)
 
     def panel_operations(self, kernels: Kernels) -> tuple[Callable[[], object] | None, ...] | None:
-        """Returns the same of a dense matrix in panels, which has no sums of rows; None if the kernels have no panels."""
+        """Returns the same of a matrix in panels, which has no sums of rows; None if the kernels have no panels."""
         panels = self._rows.copy()
         if not kernels.put_in_panels(self._numbers, panels):
             return None
@@ -575,10 +575,10 @@ def decode_command(
 ) -> None:
     """Times decode and prefill of some layers of random weights, all in memory, against llama.cpp.
 
-    Our packs (selector `up`, group 64) and a GGUF of the same layers, head and embedding, with experts in Q4_0, 4.5 bits
-    a weight as ours, and the rest in Q8_0, 8.5 bits, or with --dense-bits 4 in Q4_0. Packs of a sparsity share their
-    experts. One program works while the others wait; of each round every program decodes and prefills the same random
-    tokens. Of a prefill only the last token's logits are asked for. Medians over rounds.
+    Our packs (selector `up`, group 64) and a GGUF of the same layers, head and embedding: experts in Q4_0, 4.5 bits a
+    weight as ours, the rest in Q8_0, 8.5 bits, or with --dense-bits 4 in Q4_0. Packs of a sparsity share their experts.
+    One program works while the others wait; of each round every program decodes and prefills the same random tokens. Of
+    a prefill only the last token's logits are asked for. Medians over rounds.
     """
     speeds, facts = list[Speed](), dict[str, object]()
     for name in models or _SHAPES:

@@ -1,9 +1,9 @@
 """llama.cpp as a comparison: GGUFs of our packs, a process that decodes them, and experts in its types.
 
 A GGUF has its pack's routers, embedding, attention and norms, in Q4_0 where the pack has 4 bit and in Q8_0 where it has
-8, and random experts of the same size and deviation: tokens go to experts as in the pack, some often, some seldom. Of the experts that 24
-random tokens chose in each layer, 91 to 98% were the pack's own choices; at OLMoE's dimensions, 16 layers, 92 to 96%
-(llama-cpp-python 0.3.36).
+8, and random experts of the same size and deviation: tokens go to experts as in the pack, some often, some seldom. Of
+the experts that 24 random tokens chose in each layer, 91 to 98% were the pack's own choices; at OLMoE's dimensions, 16
+layers, 92 to 96% (llama-cpp-python 0.3.36).
 
 The importance matrix of experts is llama-imatrix's, by its definition: for each expert and column the mean square of
 what the matrix is multiplied with, over the tokens that go to that expert, of those sequences of the calibration text

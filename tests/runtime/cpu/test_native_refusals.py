@@ -440,8 +440,8 @@ ROW_LAYOUTS: dict[str, list[dict[int, int]]] = {
     # A panel of 1152 bytes, which may begin 63 bytes behind 16 rows' first; the next is whole lines of 64 behind.
     "layout: such rows have no panels": [
         {IN_PANELS: 1} | change for change in (
-            {ROW_BYTES: 72}, {ROW_BYTES: 77}, {PART + WIDTH: 3}, {PART + GROUP: 32}, {PART + SCALE_BITS: 8}, {PART + OFFSET: 1},
-            {PART + BIAS: 1}, {PART + CODEC: 6}, {PART + PLACE: 0},
+            {ROW_BYTES: 72}, {ROW_BYTES: 77}, {PART + WIDTH: 3}, {PART + GROUP: 32}, {PART + SCALE_BITS: 8},
+            {PART + OFFSET: 1}, {PART + BIAS: 1}, {PART + CODEC: 6}, {PART + PLACE: 0},
         )
     ],
 }  # fmt: skip
