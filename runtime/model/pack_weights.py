@@ -260,8 +260,9 @@ class PackWeights(_OfPack, layers.ObservedWeights):
                 self._vectors[dense.role.name] = stored_vector(dense, raw)
             else:
                 matrix = self._matrix(dense, raw)
-                is_panels = dense.role.name in multiplied and isinstance(matrix, matrices.RowMatrix)
-                self._dense[dense.role.name] = matrix.to_panels() if is_panels else matrix
+                if isinstance(matrix, matrices.RowMatrix) and dense.role.name in multiplied:
+                    matrix = matrix.to_panels()
+                self._dense[dense.role.name] = matrix
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> matrices.Matrix:
         return stored_matrix(dense, raw, self.operations)
