@@ -84,8 +84,10 @@ FLOE = {
 }
 
 # As CORM stores experts, and all of them in its 4 bits. 45% of the neurons run: theta 0.25 leaves out 55% (Fig. 2).
-_CORM_INT4 = ("--selector", "gate", "--selector-bits", "4", "--record-bits", "4", "--scale-bits", "8")
-_CORM_INT4 += ("--dense-bits", "16")
+_CORM_INT4 = (
+    *("--selector", "gate", "--selector-bits", "4", "--record-bits", "4"),
+    *("--scale-bits", "8", "--dense-bits", "16"),
+)
 _CORM_MODELS = {"mixtral-5-layers": ("mixtral-8x7b", 5), "deepseek-11-layers": ("deepseek-moe-16b", 11)}
 CORM: dict[str, SyntheticPack] = {}
 for _name, (_model, _layers) in _CORM_MODELS.items():
