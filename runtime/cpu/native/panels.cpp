@@ -4,6 +4,10 @@
 #include <cstring>
 #include <initializer_list>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 namespace moe_pack {
 namespace {
 
@@ -17,13 +21,75 @@ uint32_t load_word(const uint8_t* from) {
 
 void store_word(uint8_t* to, uint32_t word) { std::memcpy(to, &word, sizeof word); }
 
-// A row's codes of a block of 4 bits: byte j has columns j and j + 32. Lines j and j + 4 of a panel have what two of
-// its double words have.
-void place_nibbles(const uint8_t* codes, uint8_t* lines) {
-    for (int j = 0; j < 4; j++) {
-        const uint32_t first = load_word(codes + 8 * j), second = load_word(codes + 8 * j + 4);
-        store_word(lines + j * kLineBytes, (first & kLowHalves) | (second & kLowHalves) << 4);
-        store_word(lines + (j + 4) * kLineBytes, (first >> 4 & kLowHalves) | (second & ~kLowHalves));
+// Four double words of one row, or one double word of four rows.
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+Four load_four(const uint8_t* from) {
+    Four words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+
+void store_four(uint8_t* to, Four words) { std::memcpy(to, &words, sizeof words); }
+
+// Lanes of both registers in turn: those of their first halves, and of their second ones.
+template <class Lane>
+void interleave(Four a, Four b, Four& first, Four& second) {
+#if defined(__x86_64__)
+    const __m128i x = (__m128i)a, y = (__m128i)b;
+    if constexpr (sizeof(Lane) == 1) {
+        first = (Four)_mm_unpacklo_epi8(x, y), second = (Four)_mm_unpackhi_epi8(x, y);
+    } else if constexpr (sizeof(Lane) == 2) {
+        first = (Four)_mm_unpacklo_epi16(x, y), second = (Four)_mm_unpackhi_epi16(x, y);
+    } else {
+        first = (Four)_mm_unpacklo_epi32(x, y), second = (Four)_mm_unpackhi_epi32(x, y);
+    }
+#else
+    constexpr int count = 16 / sizeof(Lane);
+    Lane lanes[2][count], in_turn[2 * count];
+    std::memcpy(lanes[0], &a, 16);
+    std::memcpy(lanes[1], &b, 16);
+    for (int i = 0; i < 2 * count; i++) in_turn[i] = lanes[i % 2][i / 2];
+    std::memcpy(&first, in_turn, 16);
+    std::memcpy(&second, in_turn + count, 16);
+#endif
+}
+
+// Word i of row k becomes word k of register i.
+void transpose_words(Four rows[4]) {
+    Four near[2], far[2];
+    interleave<uint32_t>(rows[0], rows[2], near[0], far[0]);
+    interleave<uint32_t>(rows[1], rows[3], near[1], far[1]);
+    interleave<uint32_t>(near[0], near[1], rows[0], rows[1]);
+    interleave<uint32_t>(far[0], far[1], rows[2], rows[3]);
+}
+
+// Low halves of the bytes of both, and high ones.
+Four low_halves(Four first, Four second) { return (first & kLowHalves) | (second & kLowHalves) << 4; }
+Four high_halves(Four first, Four second) { return (first >> 4 & kLowHalves) | (second & ~kLowHalves); }
+
+// Four rows' codes of a block of 4 bits: byte j of each has columns j and j + 32. Lines j and j + 4 of a panel have what
+// two of a row's double words have.
+void place_nibbles(const uint8_t* const* rows, size_t at, uint8_t* lines) {
+    for (int j = 0; j < 4; j += 2) {
+        Four words[4];
+        for (int i = 0; i < 4; i++) words[i] = load_four(rows[i] + at + 8 * j);
+        transpose_words(words);
+        for (int k = 0; k < 2; k++) {
+            uint8_t* line = lines + (j + k) * kLineBytes;
+            store_four(line, low_halves(words[2 * k], words[2 * k + 1]));
+            store_four(line + 4 * kLineBytes, high_halves(words[2 * k], words[2 * k + 1]));
+        }
+    }
+}
+
+// The same of 8 bits: line j has column 4 j and the three after it.
+void place_bytes(const uint8_t* const* rows, size_t at, uint8_t* lines) {
+    for (int j = 0; j < kBlock / 4; j += 4) {
+        Four words[4];
+        for (int i = 0; i < 4; i++) words[i] = load_four(rows[i] + at + 4 * j);
+        transpose_words(words);
+        for (int k = 0; k < 4; k++) store_four(lines + (j + k) * kLineBytes, words[k]);
     }
 }
 
@@ -47,18 +113,15 @@ bool can_panel(const Part& part, int32_t row_bytes, int32_t num_rows) {
 }
 
 void make_panel(const Part& part, const uint8_t* const* rows, uint8_t* panel) {
-    const int32_t block_bytes = panel_block_bytes(part), code_bytes = part.width * 8;
-    for (int32_t r = 0; r < kPanelRows; r++) {
-        const uint8_t* scales = rows[r] + part.scales_at;
-        for (int32_t b = 0; b < part.num_groups; b++) {
-            const uint8_t* codes = rows[r] + (size_t)b * code_bytes;
-            uint8_t *lines = panel + (size_t)b * block_bytes, *end = lines + code_bytes * kPanelRows;
-            if (part.width == 4)
-                place_nibbles(codes, lines + 4 * r);
-            else
-                for (int j = 0; j < kBlock / 4; j++) std::memcpy(lines + j * kLineBytes + 4 * r, codes + 4 * j, 4);
-            std::memcpy(end + 2 * r, scales + 2 * b, 2);
-            std::memcpy(end + 2 * (kPanelRows + r), scales + part.scale_bytes + 2 * b, 2);
+    const int32_t code_bytes = part.width * 8;
+    for (int32_t b = 0; b < part.num_groups; b++, panel += panel_block_bytes(part)) {
+        for (int32_t r = 0; r < kPanelRows; r += 4)
+            (part.width == 4 ? place_nibbles : place_bytes)(rows + r, (size_t)b * code_bytes, panel + 4 * r);
+        uint8_t* end = panel + code_bytes * kPanelRows;
+        for (int32_t r = 0; r < kPanelRows; r++) {
+            const uint8_t* scale = rows[r] + part.scales_at + 2 * b;
+            std::memcpy(end + 2 * r, scale, 2);
+            std::memcpy(end + 2 * (kPanelRows + r), scale + part.scale_bytes, 2);
         }
     }
 }
@@ -102,35 +165,29 @@ bool runs_whole(const ExpertLayout& layout, float threshold) {
 
 namespace {
 
-// Four words of four bytes, transposed: byte i of word k becomes byte k of word i.
-void transpose(uint32_t words[4]) {
-    constexpr uint32_t even = 0x00ff00ff;
-    const uint32_t a = (words[0] & even) | (words[1] & even) << 8, b = (words[0] >> 8 & even) | (words[1] & ~even);
-    const uint32_t c = (words[2] & even) | (words[3] & even) << 8, d = (words[2] >> 8 & even) | (words[3] & ~even);
-    words[0] = (a & 0xffff) | c << 16;
-    words[1] = (b & 0xffff) | d << 16;
-    words[2] = a >> 16 | (c & 0xffff0000);
-    words[3] = b >> 16 | (d & 0xffff0000);
+// A line with the bytes of four registers side by side.
+void place_columns(const Four bytes[4], uint8_t* line) {
+    Four pairs[4], columns[4];
+    interleave<uint8_t>(bytes[0], bytes[1], pairs[0], pairs[1]);
+    interleave<uint8_t>(bytes[2], bytes[3], pairs[2], pairs[3]);
+    for (int i = 0; i < 2; i++) interleave<uint16_t>(pairs[i], pairs[2 + i], columns[2 * i], columns[2 * i + 1]);
+    for (int i = 0; i < 4; i++) store_four(line + 16 * i, columns[i]);
 }
 
 // A group's columns of 64 rows of down, four panels. Byte j of a row has columns j and j + 32.
 void make_down_panels(const uint8_t* const* rows, int32_t group, uint8_t* panels) {
     for (int32_t eight = 0; eight < kMaxTile / 8; eight++)
-        for (int32_t c = 0; c < 32; c += 4) {
-            uint32_t first[4], second[4];  // of rows 0 to 3 of the eight, and of 4 to 7
+        for (int32_t c = 0; c < 32; c += kPanelRows) {
+            Four low[4], high[4];  // of rows i and i + 4 of the eight
             for (int i = 0; i < 4; i++) {
-                first[i] = load_word(rows[8 * eight + i] + group * 32 + c);
-                second[i] = load_word(rows[8 * eight + 4 + i] + group * 32 + c);
+                const Four first = load_four(rows[8 * eight + i] + group * 32 + c);
+                const Four second = load_four(rows[8 * eight + 4 + i] + group * 32 + c);
+                low[i] = low_halves(first, second);
+                high[i] = high_halves(first, second);
             }
-            transpose(first);
-            transpose(second);
-            uint8_t* line = panels + c / kPanelRows * kDownPanelBytes + eight * kLineBytes + c % kPanelRows * 4;
-            for (int i = 0; i < 4; i++) {
-                const uint32_t low = (first[i] & kLowHalves) | (second[i] & kLowHalves) << 4;
-                const uint32_t high = (first[i] >> 4 & kLowHalves) | (second[i] & ~kLowHalves);
-                store_word(line + 4 * i, low);
-                store_word(line + 2 * kDownPanelBytes + 4 * i, high);
-            }
+            uint8_t* line = panels + c / kPanelRows * kDownPanelBytes + eight * kLineBytes;
+            place_columns(low, line);
+            place_columns(high, line + 2 * kDownPanelBytes);
         }
 }
 
