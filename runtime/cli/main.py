@@ -5,6 +5,7 @@ The text goes to standard output; everything else goes to standard error.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from contextlib import ExitStack, suppress
@@ -213,12 +214,25 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     if options.engine.device == "cpu":
         options.engine.check_cpu_alone()
     pack = pack_folder(pack)
+    import_torch()
     if options.bench.is_given:
         _bench(pack, options)
     elif options.is_conversation:
         _converse(pack, options)
     else:
         _continue(pack, options, words)
+
+
+def import_torch() -> None:
+    """Imports torch without the garbage collector, which would walk through its objects again and again meanwhile."""
+    if "torch" in sys.modules:
+        return
+    gc.disable()
+    try:
+        import torch  # noqa: F401  # what follows uses it
+    finally:
+        gc.freeze()  # what is there stays
+        gc.enable()
 
 
 def _sampling(pack: formats.Pack, options: RunOptions) -> runtime.SamplingOptions:

@@ -299,7 +299,10 @@ class _Server:
 
     def _load(self, where: str) -> None:
         """Loads the pack; on an error the server ends."""
+        from moe_pack.runtime.cli.main import import_torch
+
         try:
+            import_torch()
             self._app.state.service = self._make_service()
             gc.collect()
             gc.freeze()  # what is there stays: a large body's values do not make the collector walk through it

@@ -14,6 +14,7 @@ from moe_pack.runtime.engine.engine import Engine
 from moe_pack.runtime.engine.machine import anonymous_bytes
 from moe_pack.runtime.engine.numerics import NumericsMode, mode_text
 from moe_pack.runtime.gpu import fit
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class RunReport:
     kv_cache_bytes: int
     context_tokens: int
     experts_asked_for_bytes: int  # of the needed experts, in memory or not
+    panel_bytes: int  # of experts' copies in panels
     anonymous_bytes: int | None  # the process's own memory; None where the system does not report it
     stream: OffloadReport | None  # None unless the host decides which experts to bring
     gpu: GpuReport | None  # None on the CPU; of several GPUs the first, which has the last layers
@@ -112,6 +114,7 @@ def report(engine: Engine) -> RunReport:
         kv_cache_bytes=_cache_bytes(engine.decoder),
         context_tokens=engine.decoder.cache.context_tokens,
         experts_asked_for_bytes=engine.weights.bytes_read + sum(other.weights.bytes_read for other in others),
+        panel_bytes=engine.weights.panels.num_bytes if isinstance(engine.weights, MappedPackWeights) else 0,
         anonymous_bytes=anonymous_bytes(),
         stream=None if built.facts.offload is None else _offload(built.facts.offload, engine.options.prefetches),
         gpu=None if built.facts.gpu is None else _gpu(built.facts.gpu),
@@ -197,6 +200,8 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     elif facts.gpu is None:
         used = f"{size_text(facts.experts_asked_for_bytes)} in all, each as often as it was used, in the mapped files"
         lines.insert(0, ("experts used", used))
+        if facts.panel_bytes:
+            lines.append(("experts copied", f"{size_text(facts.panel_bytes)}, to panels, which multiply faster"))
     if facts.drafts is not None:
         lines.append(("drafts", _draft_text(facts.drafts)))
         if facts.drafts.layer_bytes:

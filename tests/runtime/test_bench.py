@@ -68,8 +68,8 @@ def test_json_has_every_fact_and_they_agree(demo: Path) -> None:
     assert list(facts) == [
         "synthetic", "prompt_tokens", "prefill_s", "prefill_tokens_per_s", "generated_tokens", "decode_s",
         "decode_tokens_per_s", "median_token_ms", "peak_resident_bytes", "seed", "computed_by", "numerics",
-        "numerics_kl", "dense_bytes",
-        "kv_cache_bytes", "context_tokens", "experts_asked_for_bytes", "anonymous_bytes", "stream", "gpu",
+        "numerics_kl", "dense_bytes", "kv_cache_bytes", "context_tokens", "experts_asked_for_bytes", "panel_bytes",
+        "anonymous_bytes", "stream", "gpu",
         "other_gpus", "drafts", "why_no_drafts", "fallbacks",
     ]  # fmt: skip
     assert facts["prefill_tokens_per_s"] == pytest.approx(9 / facts["prefill_s"])
