@@ -68,6 +68,10 @@ class Decoder(passes.SequencePasses):
         """The bytes of all sequences' keys, values and states, and of their checkpoints."""
         return sum(sequence.num_bytes for sequence in self.sequences)
 
+    def prepare_next(self) -> bool:
+        """Does in some milliseconds what a pass would have to do for an expert; returns whether more may follow."""
+        return self._calls is not None and self._calls.prepare_next()
+
     # ---- the model --------------------------------------------------------------------------------------------------
 
     def run_layers(self, x: Tensor, batch: passes.Pass, ids: Tensor, ends_early: bool) -> Tensor:

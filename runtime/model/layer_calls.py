@@ -6,13 +6,16 @@ in memory, its call ends after the router, or before it, and Python goes on with
 by `layers` alone, which is the reference; a call gives the same bits.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.runtime import cpu
 from moe_pack.runtime.model import layers, passes
@@ -23,6 +26,8 @@ from moe_pack.runtime.model.compute.operations import NativeOperations, hartley_
 from moe_pack.runtime.model.compute.router import least_sum
 from moe_pack.runtime.model.compute.weights import Weights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
+
+_PREPARED_AT_ONCE = 2  # experts whose panels are made, or wait for that, so that the thread never waits
 
 _Step = tuple[cpu.Floats, cpu.Floats, cpu.SequenceCaches]  # angles and caches of a layer
 
@@ -64,8 +69,30 @@ class LayerCalls:
         self._set_experts: set[tuple[int, int]] = set()
         self._has_panels: set[tuple[int, int]] = set()
         self._num_panels = 0  # of those made that were looked at
+        self._unprepared = iter(list(product(weights.spec.moe_layers, range(weights.spec.router.num_experts))))
         self._bytes = _CacheBytes()
         self._native = cpu.NativeLayers(operations.kernels, weights.spec.num_hidden_layers)
+
+    def prepare_next(self) -> bool:
+        """Checks and sets another expert, and asks for its panels, before it is chosen; returns whether more follow.
+
+        It waits until few panels are left to make, and ends where memory has no room for more.
+        """
+        weights = self._weights
+        if not isinstance(weights, MappedPackWeights):
+            return False
+        if weights.panels.num_waiting >= _PREPARED_AT_ONCE:
+            return True
+        layer, expert = next(self._unprepared, (None, 0))
+        if layer is None or not weights.panels.left_bytes:
+            return False
+        layer_idx, kind = self._layer_idx[layer], self._kind(layer)
+        with suppress(formats.PackError):  # a request that needs a damaged expert says so
+            rows = weights.expert_rows(layer_idx, expert)
+            if kind is not None and kind.completes:
+                self._set_expert(layer, expert, rows)
+            return weights.panels.want((layer_idx, expert), rows)
+        return True
 
     def run_layers(self, x: Tensor, batch: passes.Pass, ids: Tensor, ends_early: bool) -> Tensor:
         """Does the same as `Decoder.run_layers`, by calls where layers have them."""
@@ -169,10 +196,13 @@ class LayerCalls:
         assert isinstance(self._weights, MappedPackWeights) and arrays.experts is not None
         for expert in np.unique(arrays.experts).tolist():
             if (layer, expert) not in self._set_experts:
-                rows = self._weights.expert_rows(self._layer_idx[layer], expert)
-                self._native.set_expert(layer, expert, rows)
-                self._set_experts.add((layer, expert))
-                self._give_panels(layer, expert, rows.panels)
+                self._set_expert(layer, expert, self._weights.expert_rows(self._layer_idx[layer], expert))
+
+    def _set_expert(self, layer: int, expert: int, rows: cpu.ExpertRows) -> None:
+        if (layer, expert) not in self._set_experts:
+            self._native.set_expert(layer, expert, rows)
+            self._set_experts.add((layer, expert))
+            self._give_panels(layer, expert, rows.panels)
 
     def _set_panels(self) -> None:
         """Gives the native side the panels that were made of experts that it has."""

@@ -39,23 +39,36 @@ class ExpertPanels:
         self._is_closed = False
 
     @property
+    def left_bytes(self) -> int:
+        """The memory for further panels."""
+        return self._left_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """How many were asked for and are not made."""
+        return self._wanted.unfinished_tasks
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of all panels that were made."""
         return sum(panels.nbytes for _, panels in self._made)
 
-    def want(self, key: ExpertKey, rows: cpu.ExpertRows) -> None:
-        """Asks for an expert's panels, unless it was asked for, has none, or they would take more than is left."""
+    def want(self, key: ExpertKey, rows: cpu.ExpertRows) -> bool:
+        """Asks for an expert's panels, unless it has none; returns False if they would take more than is left."""
         if key in self._asked:
-            return
+            return True
         self._asked.add(key)
         num_bytes = self._kernels.expert_panel_bytes(rows)
-        if not num_bytes or num_bytes > self._left_bytes:
-            return
+        if num_bytes > self._left_bytes:
+            return False
+        if not num_bytes:
+            return True
         self._left_bytes -= num_bytes
         self._wanted.put((key, rows))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="panels", daemon=True)
             self._thread.start()
+        return True
 
     def made_since(self, count: int) -> Sequence[tuple[ExpertKey, cpu.Bytes]]:
         """Returns the panels made after the first `count`."""

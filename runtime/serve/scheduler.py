@@ -39,6 +39,7 @@ from moe_pack.runtime.text import TextStream
 _LOG = logging.getLogger("moe_pack.serve")
 _UNWRITTEN = "the answer could not be written; the server's log says why"
 SCORED_BYTES = 64 << 20  # for logits of a prompt's tokens and two copies in float64, whatever the vocabulary
+_PREPARE_S = 0.002  # between experts that are prepared
 _KEPT_SHARE = 0.5  # a slot goes on in place if a prompt keeps at least this share of its sequence
 
 
@@ -382,10 +383,12 @@ class BatchScheduler:
             return is_due or self._is_closing or bool(self._waiting or self._changes) or self._is_running()
 
         with self._changed:
-            self._changed.wait_for(has_work, None if self.memory is None else self.memory.idle_left())
+            self._changed.wait_for(has_work, self._idle_s())
             if self._is_closing:
                 return False
             is_idle = not (self._waiting or self._changes or self._is_running())
+        if is_idle and not self._is_prepared:
+            self._is_prepared = not self._decoder.prepare_next()
         self._drop_cancelled()
         if self.memory is not None and not self._is_running():
             self._change_between_requests(self.memory, is_idle)
@@ -400,6 +403,12 @@ class BatchScheduler:
         elif decoding:
             self._decode(decoding)
         return True
+
+    def _idle_s(self) -> float | None:
+        """Returns how long the thread may wait for work; None: for ever."""
+        if not self._is_prepared:
+            return _PREPARE_S
+        return None if self.memory is None else self.memory.idle_left()
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -430,13 +439,14 @@ class BatchScheduler:
     def _enter(self, decoder: Decoder, drafts: Drafts | None) -> None:
         """Uses an engine."""
         self._decoder, self._drafts = decoder, drafts
+        self._is_prepared = False  # while nobody asks for anything, the decoder prepares experts
         self.slots = tuple(Slot(sequence) for sequence in decoder.sequences)
 
     def _leave(self) -> None:
         """Refers to nothing of the engine any more; what its slots have is lost."""
         with self._changed:
             self._totals = replace(self._totals, **self._draft_totals())
-            self.slots, self._drafts = (), None
+            self.slots, self._drafts, self._is_prepared = (), None, True
         del self._decoder
 
     def _change_between_requests(self, memory: EngineMemory, is_idle: bool) -> None:

@@ -4,9 +4,10 @@
     python tests/bench/serving.py --budget-share 0.25
 
 Requests begin at the same time, each with random tokens as its prompt, and decode greedily. The servers are started for
-each number of requests, and take turns in every round. With a share of the pack as the budget, each server runs in a
-memory cgroup of the budget and 400 MB, and begins with an empty page cache: ours offloads within the budget, llama.cpp
-maps its file. As root: it makes memory cgroups and empties the page cache.
+each number of requests, and take turns in every round. In memory, requests come when a server has copied its experts,
+as both do. With a share of the pack as the budget, each server runs in a memory cgroup of the budget and 400 MB, and
+begins with an empty page cache: ours offloads within the budget, llama.cpp maps its file. As root: it makes memory
+cgroups and empties the page cache.
 """
 
 import json
@@ -37,6 +38,7 @@ from moe_pack.runtime.cpu import num_cpus
 OURS, SUBSTITUTING, LLAMA = "moe-serve", "moe-serve --substitute", "llama-server"
 _SIDE = Path(__file__).with_name("benchlib") / "serve_side.py"
 _START_SECONDS, _REQUEST_SECONDS = 180, 1200
+_STEADY_S, _STEADY_BYTES = 1.5, 4 << 20
 _WARMING_TOKENS = 512  # of a prompt before the clock starts, which needs nearly all experts
 
 
@@ -60,6 +62,7 @@ class Served:
     requests: int
     tokens_per_s: float
     anonymous_bytes: int
+    prepared_s: float | None  # from its start, until it has copied what it copies; None with a budget
 
 
 def free_port() -> int:
@@ -108,6 +111,16 @@ def running(command: list[str], port: int, limit_bytes: int | None) -> Iterator[
                 process.wait()
 
 
+def wait_until_steady(pid: int) -> None:
+    """Waits until a process's memory grows no more: both servers copy experts, ours after it answers."""
+    last, since = 0, time.monotonic()
+    while time.monotonic() - since < _STEADY_S:
+        time.sleep(0.1)
+        now = tree_anonymous_bytes(pid)
+        if abs(now - last) > _STEADY_BYTES:
+            last, since = now, time.monotonic()
+
+
 def measured(
     server: str, name: str, pack: Path, gguf: Path | None, llama: Path | None, number: int, task: Task
 ) -> Served:
@@ -139,7 +152,11 @@ def measured(
     limit = None if task.budget_bytes is None else task.budget_bytes + SPARE_BYTES
     if limit is not None:
         drop_page_cache(pack)
+    started, prepared_s = time.perf_counter(), None
     with running(command, port, limit) as process:
+        if task.budget_bytes is None:
+            wait_until_steady(process.pid)
+            prepared_s = time.perf_counter() - started - _STEADY_S
         ask(draw.integers(3, vocab_size, _WARMING_TOKENS).tolist(), 4)
         prompts = [draw.integers(3, vocab_size, task.prompt_tokens).tolist() for _ in range(number)]
         began = time.perf_counter()
@@ -147,7 +164,7 @@ def measured(
             made = sum(pool.map(lambda prompt: ask(prompt, task.decode_tokens), prompts))
         seconds = time.perf_counter() - began
         anonymous = tree_anonymous_bytes(process.pid)
-    return Served(server, name, number, made / seconds, anonymous)
+    return Served(server, name, number, made / seconds, anonymous, prepared_s)
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -186,7 +203,7 @@ def main(
                     found.append(run)
                     click.echo(f"{name}, {number} requests, {server}: {run.tokens_per_s:.2f} tokens/s", err=True)
     header = ("pack", "requests", "server", "tokens/s", "least", "most", "times one", "times llama.cpp",
-              "anonymous MB")  # fmt: skip
+              "anonymous MB", "prepared, s")  # fmt: skip
     text = table(header, list(rows(found)))
     finish({"runs": [asdict(run) for run in found]}, text, as_json)
 
@@ -204,10 +221,12 @@ def rows(found: list[Served]) -> Iterator[tuple[object, ...]]:
     for (pack, requests, server), runs in rates.items():
         own, one, theirs = rate(pack, requests, server), rate(pack, 1, server), rate(pack, requests, LLAMA)
         each = [run.tokens_per_s for run in runs]
+        prepared = [run.prepared_s for run in runs if run.prepared_s is not None]
         yield (
             pack, requests, server, figure(own), figure(min(each)), figure(max(each)),
             figure(own / one if own and one else None), figure(own / theirs if own and theirs else None),
             f"{max(run.anonymous_bytes for run in runs) / 1e6:,.0f}",
+            figure(median(prepared) if prepared else None),
         )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Matrices and experts that weights put into panels: in place, or by a thread, with no change of any answer."""
 
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ from support.native import kernels_limited_to
 from support.random_experts import FOUR_BIT, RandomExpert, Shape, random_expert, random_rows
 from torch import Tensor
 
-from moe_pack.formats import Pack, part_format
+from moe_pack.formats import Pack, PackError, part_format
 from moe_pack.runtime import cpu
-from moe_pack.runtime.model import Decoder, NativeOperations, linear
+from moe_pack.runtime.model import Decoder, NativeOperations, linear, open_weights
 from moe_pack.runtime.model.compute import matrices
 from moe_pack.runtime.model.layer_calls import LayerCalls
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
@@ -271,3 +272,64 @@ def test_experts_of_prompts_are_not_put_in_panels(demo: Path, kernels: cpu.Kerne
                 assert set(made) == set(range(last + 1)) and made[0] > router.num_experts_per_tok
             else:
                 assert set(made) <= {last} and made[last] <= router.num_experts_per_tok
+
+
+def test_a_decoder_prepares_experts_before_they_are_chosen(demo: Path, kernels: cpu.Kernels) -> None:
+    """All of them, and no other answer comes of it. Few wait for the thread at any time, so that it is idle soon."""
+    with opened(demo, kernels, 0) as weights:
+        before = some_logits(Decoder(weights, CONTEXT, num_sequences=3))
+    with opened(demo, kernels, ALL) as weights:
+        decoder = Decoder(weights, CONTEXT, num_sequences=3)
+        while decoder.prepare_next():
+            assert weights.panels.num_waiting <= 2
+        weights.panels.wait()
+        assert weights.panels.num_waiting == 0
+        made = [key for key, _ in weights.panels.made_since(0)]
+        spec = weights.spec
+        assert made == list(product(range(len(spec.moe_layers)), range(spec.router.num_experts)))
+        assert not decoder.prepare_next()
+        assert torch.equal(some_logits(decoder), before)
+
+
+def test_a_decoder_prepares_what_there_is_memory_for(demo: Path, kernels: cpu.Kernels) -> None:
+    with opened(demo, kernels, ALL) as weights:
+        most_bytes = 2 * kernels.expert_panel_bytes(weights.expert_rows(0, 0))
+    for some_bytes, number in ((0, 0), (most_bytes - 1, 1), (most_bytes, 2), (most_bytes + 1, 2)):
+        with case(some_bytes), opened(demo, kernels, some_bytes) as weights:
+            decoder = Decoder(weights, CONTEXT)
+            while decoder.prepare_next():
+                pass
+            weights.panels.wait()
+            assert len(weights.panels.made_since(0)) == number and not decoder.prepare_next()
+
+
+def test_a_damaged_expert_is_not_prepared_and_the_others_are(demo: Path, kernels: cpu.Kernels, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(demo, damaged)
+    file = next(damaged.glob("experts-*1.safetensors"))
+    raw = bytearray(file.read_bytes())
+    for place in range(len(raw) // 2, len(raw), 4096):
+        raw[place] ^= 1
+    file.write_bytes(raw)
+    with opened(damaged, kernels, ALL) as weights:
+        decoder = Decoder(weights, CONTEXT)
+        while decoder.prepare_next():
+            pass
+        weights.panels.wait()
+        made = {key for key, _ in weights.panels.made_since(0)}
+        every = set(product(range(len(weights.spec.moe_layers)), range(weights.spec.router.num_experts)))
+        lost = every - made
+        assert lost and {layer for layer, _ in lost} == {1} and len(lost) < weights.spec.router.num_experts
+        for key in lost:
+            with pytest.raises(PackError, match=file.name):
+                weights.expert_rows(*key)
+
+
+def test_without_native_kernels_nothing_is_prepared(demo: Path) -> None:
+    with (
+        Pack(demo) as held,
+        closing(MappedPackWeights(held, NativeOperations(kernels_limited_to("portable")))) as weights,
+    ):
+        assert not Decoder(weights, CONTEXT).prepare_next()
+    with Pack(demo) as held, closing(open_weights(held, torch.device("cpu"))) as of_torch:
+        assert not Decoder(of_torch, CONTEXT).prepare_next()

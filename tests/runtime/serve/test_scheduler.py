@@ -1,6 +1,7 @@
 """The scheduler: a running batch that requests join and leave, beginnings that are not computed twice, sessions."""
 
 import errno
+import queue
 import shutil
 import threading
 import time
@@ -28,6 +29,7 @@ from support.waiting import HANG_S
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.drafts import Drafts, NgramDrafter
+from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.serve.requests import QueueFullError, RequestError
 from moe_pack.runtime.serve.scheduler import AnswerText
@@ -286,6 +288,29 @@ def test_a_damaged_expert_ends_the_requests_that_need_it(demo_pack: PackMaker, t
             answer = server.run(request(server.text.encode(WORDS)))
             assert answer.end.reason == "error" and path.name in answer.end.message
         assert server.scheduler.failure is None
+
+
+def test_an_idle_scheduler_prepares_experts_until_none_is_left(
+    demo_pack: PackMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that comes meanwhile is answered at once, as it would be otherwise."""
+    with served(demo_pack("none", 4)) as server:
+        expected = server.run(request(range(5, 25))).tokens
+    has_answered, calls = threading.Event(), queue.Queue[bool]()
+
+    def prepare_next(decoder: Decoder) -> bool:
+        calls.put(has_answered.is_set())
+        return not has_answered.is_set()
+
+    monkeypatch.setattr(Decoder, "prepare_next", prepare_next)
+    with served(demo_pack("none", 4)) as server:
+        assert not calls.get(timeout=HANG_S) and not calls.get(timeout=HANG_S)
+        assert server.run(request(range(5, 25))).tokens == expected
+        has_answered.set()
+        while not calls.get(timeout=HANG_S):
+            pass
+        assert server.run(request(range(5, 25))).tokens == expected
+    assert calls.empty(), "nothing is left, and nothing is asked for"
 
 
 def test_sessions_survive_a_restart(demo_pack: PackMaker, tmp_path: Path) -> None:
