@@ -1,8 +1,8 @@
 """Numeric modes of the CPU: how inputs of products are rounded, what that costs a pack, and which mode `auto` takes.
 
     exact     inputs are float32
-    fast      inputs of prompts are rounded to 16 bits, by blocks of 64 columns
-    fastest   inputs are rounded to 8 bits, those of single tokens too
+    fast      inputs are rounded to 16 bits, by blocks of 64 columns: of prompts, and in panels those of every token
+    fastest   the same, and of prompts to 8 bits
 
 Weights are multiplied as they are stored in all modes (docs/kernels.md, "Rounded inputs"). The loss of a pack with each
 mode is measured where the pack is compared with its source (`moe-pack convert`, `moe-pack eval`) and written to the
@@ -77,5 +77,5 @@ def mode_text(mode: NumericsMode, kl: float | None) -> str:
     if mode == "exact":
         return "exact"
     loss = "of unknown loss; moe-pack eval measures it" if kl is None else f"KL {kl:.2g} nats a token"
-    inputs = "inputs of prompts" if mode == "fast" else "inputs"
+    inputs = "inputs" if mode == "fast" else "inputs of prompts"
     return f"{mode}: {inputs} are rounded to {8 * DIGITS[mode]} bits, {loss}"

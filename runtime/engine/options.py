@@ -100,7 +100,7 @@ class EngineOptions:
     numerics: NumericsOption = commands.option_field(
         "auto",
         "--numerics",
-        help="How inputs of products are rounded: exact, not at all; fast, to 16 bits in prompts; fastest, to 8. "
+        help="How inputs of products are rounded: exact, not at all; fast, to 16 bits; fastest, in prompts to 8. "
         "The last two CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and "
         "is below 0.0005 nats. On a GPU: fast computes prompts in float16, auto is exact.",
     )

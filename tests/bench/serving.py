@@ -49,6 +49,7 @@ class Task:
     prompt_tokens: int
     decode_tokens: int
     threads: int
+    numerics: str
     budget_bytes: int | None
     seed: int
 
@@ -137,7 +138,7 @@ def measured(
         url = f"http://127.0.0.1:{port}/completion"
     else:
         command = [sys.executable, str(_SIDE), str(pack), "--port", str(port), "--parallel", str(number)]
-        command += ["--context", str(context), "--threads", str(task.threads)]
+        command += ["--context", str(context), "--threads", str(task.threads), "--numerics", task.numerics]
         command += [] if task.budget_bytes is None else ["--budget", str(task.budget_bytes)]
         command += ["--substitute", "0.3"] if server == SUBSTITUTING else []
         url = f"http://127.0.0.1:{port}/v1/completions"
@@ -174,6 +175,9 @@ def measured(
 @click.option("--prompt-tokens", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--decode-tokens", default=64, show_default=True, type=click.IntRange(1))
 @click.option("--threads", default=num_cpus, show_default="all", type=click.IntRange(1))
+@click.option(
+    "--numerics", default="fast", show_default=True, help="Ours; most packs' default. llama.cpp's are 8 bits."
+)
 @click.option("--budget-share", type=click.FloatRange(0.01, 1), help="Of the pack's bytes.  [default: all in memory]")
 @click.option("--substitute", is_flag=True, help="Measure --substitute 0.3 too, which changes answers.")
 @click.option("--llama-server", type=click.Path(path_type=Path, exists=True), help="[default: llama.cpp is left out]")
@@ -185,8 +189,8 @@ def measured(
 @json_option
 def main(
     packs: tuple[str, ...], numbers: tuple[int, ...], rounds: int, prompt_tokens: int, decode_tokens: int, threads: int,
-    budget_share: float | None, substitute: bool, llama_server: Path | None, llama_python: Path | None, seed: int,
-    folder: Path, as_json: bool,
+    numerics: str, budget_share: float | None, substitute: bool, llama_server: Path | None, llama_python: Path | None,
+    seed: int, folder: Path, as_json: bool,
 ) -> None:  # fmt: skip
     found = list[Served]()
     for name in packs:
@@ -196,7 +200,7 @@ def main(
         budget = None if budget_share is None else int(budget_share * total)
         servers = [OURS, *([SUBSTITUTING] if substitute else []), *([LLAMA] if gguf else [])]
         for turn in range(rounds):
-            task = Task(prompt_tokens, decode_tokens, threads, budget, seed + turn)
+            task = Task(prompt_tokens, decode_tokens, threads, numerics, budget, seed + turn)
             for number in numbers:
                 for server in servers:
                     run = measured(server, name, pack, gguf, llama_server, number, task)

@@ -38,6 +38,7 @@ struct Ymm {
     static Floats set(float value) { return _mm256_set1_ps(value); }
     static Floats load_floats(const float* from) { return _mm256_load_ps(from); }
     static void store_floats(float* to, Floats values) { _mm256_store_ps(to, values); }
+    static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
     static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
 };
@@ -57,6 +58,9 @@ struct BlockSums {
     typename R::Ints low[count], high[count];
 };
 
+constexpr float kRoundedTop = 32421.0f;  // of inputs and factors of two digits
+constexpr float top_of(int digits) { return digits == 3 ? kPeak : kRoundedTop; }
+
 constexpr float high_unit(int width) { return width == 4 ? 65536.0f : 4096.0f; }
 constexpr int32_t input_bytes(int width) { return width == 4 ? kDigitBytes : 4 * kBlock; }  // of a block
 
@@ -66,7 +70,8 @@ struct BlockDigits {
     const void* word(int k, int q) const { return digits + k * kBlock + 4 * q; }
 };
 
-// For 8 bits: 64 low words, then 64 high ones; of every four columns the first and third, then the second and fourth.
+// For 8 bits: 64 low words, then 64 high ones, or with two digits 64 words; of every four columns the first and third,
+// then the second and fourth.
 struct BlockWords {
     const int8_t* words;
     const void* even_low(int j) const { return words + 8 * j; }
@@ -76,11 +81,12 @@ struct BlockWords {
 };
 
 // A block of fixed-point inputs as words, and their sum.
+template <int DIGITS>
 inline int32_t store_words(const int32_t* fixed, int16_t* words) {
     int32_t sum = 0;
     for (int32_t c = 0; c < kBlock; c += 4) {
         for (int i = 0; i < 4; ++i) {
-            const int32_t value = fixed[c + i], low = ((value + 2048) & 4095) - 2048;
+            const int32_t value = fixed[c + i], low = DIGITS == 3 ? ((value + 2048) & 4095) - 2048 : value;
             const int place = c + 2 * (i % 2) + i / 2;
             words[place] = int16_t(low);
             words[kBlock + place] = int16_t((value - low) >> 12);
@@ -109,13 +115,53 @@ void prepare_words(const Part& part, const float* x, void* prepared) {
             const __m256 lifted = _mm256_mul_ps(_mm256_loadu_ps(x + b * kBlock + c), _mm256_set1_ps(lift));
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(fixed + c), _mm256_cvtps_epi32(_mm256_mul_ps(lifted, steps)));
         }
-        sums[b] = float(store_words(fixed, words + size_t(2) * b * kBlock));
+        sums[b] = float(store_words<3>(fixed, words + size_t(2) * b * kBlock));
+    }
+}
+
+// Of two digits, relative to the largest of a block, which is as large as in rounded.h: what one of its steps stands for
+// is where the highest digits would be.
+constexpr int32_t kUnitAt = 2 * kBlock;
+
+inline float unit_at(const int8_t* block) {
+    float unit;
+    __builtin_memcpy(&unit, block + kUnitAt, sizeof unit);
+    return unit;
+}
+
+void prepare_rounded(const Part& part, const float* x, void* prepared) {
+    const bool finite = is_finite(largest_magnitude(x, part.num_cols));
+    static_cast<float*>(prepared)[0] = finite ? 1.0f : __builtin_nanf("");
+    const int32_t block_bytes = input_bytes(part.width);
+    auto* block = static_cast<int8_t*>(prepared) + kHeaderBytes;
+    float* sums = reinterpret_cast<float*>(block + size_t(block_bytes) * part.num_groups);
+    __builtin_memset(block, 0, size_t(block_bytes) * part.num_groups + 4 * padded_groups(part));
+    for (int32_t b = 0; finite && b < part.num_groups; ++b, x += kBlock, block += block_bytes) {
+        const float peak = largest_magnitude(x, kBlock);
+        if (peak == 0.0f) continue;
+        const float lift = peak < 0x1p-90f ? 0x1p60f : 1.0f;  // as in prepare_digits
+        int32_t fixed[kBlock], sum = 0;
+        int8_t digits[kDigitBytes];
+        split_block(x, lift, kRoundedTop / (peak * lift), fixed, digits);
+        if (part.width == 4) {
+            __builtin_memcpy(block, digits, 2 * kBlock);
+            for (int32_t value : fixed) {
+                sum += value;
+            }
+        } else {
+            int16_t words[2 * kBlock];
+            sum = store_words<2>(fixed, words);
+            __builtin_memcpy(block, words, 2 * kBlock);
+        }
+        sums[b] = float(sum);
+        const float unit = peak * (1.0f / kRoundedTop);
+        __builtin_memcpy(block + kUnitAt, &unit, sizeof unit);
     }
 }
 
 // -- Products --------------------------------------------------------------------------------------------------------
 
-template <class R, class Sums, int WIDTH>
+template <class R, class Sums, int WIDTH, int DIGITS>
 void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const uint8_t* prepared, float* out) {
     constexpr int32_t code_bytes = WIDTH * 8 * kPanelRows, block_bytes = code_bytes + kPanelScaleBytes;
     const auto* inputs = reinterpret_cast<const int8_t*>(prepared) + kHeaderBytes;
@@ -125,13 +171,16 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const 
         fetch(ahead, block_bytes);
         BlockSums<R> block;
         if constexpr (WIDTH == 4) {
-            Sums::add_nibbles(panel, BlockDigits{inputs}, block);
+            Sums::template add_nibbles<DIGITS>(panel, BlockDigits{inputs}, block);
         } else {
-            Sums::add_bytes(panel, BlockWords{inputs}, block);
+            Sums::template add_bytes<DIGITS>(panel, BlockWords{inputs}, block);
         }
         const uint8_t* scales = panel + code_bytes;
         for (int v = 0; v < block.count; ++v) {
-            const auto scale = R::halves(scales + 2 * R::lanes * v);
+            auto scale = R::halves(scales + 2 * R::lanes * v);
+            if constexpr (DIGITS == 2) {
+                scale = R::multiply(scale, R::set(unit_at(inputs)));
+            }
             const auto zero = R::halves(scales + 2 * (kPanelRows + R::lanes * v));
             const auto codes =
                 R::multiply_add(R::floats(block.high[v]), R::set(high_unit(WIDTH)), R::floats(block.low[v]));
@@ -140,7 +189,7 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const 
             R::store_floats(total, R::multiply_add(centered, scale, R::load_floats(total)));
         }
     }
-    const float peak = *reinterpret_cast<const float*>(prepared);
+    const float peak = *reinterpret_cast<const float*>(prepared), step = DIGITS == 3 ? 1.0f / kPeak : 1.0f;
     for (int32_t half = kTotals / 2; half > 0; half /= 2) {  // as lanes_total adds
         for (int32_t i = 0; i < half; ++i) {
             for (int32_t r = 0; r < kPanelRows; ++r) {
@@ -149,7 +198,7 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const 
         }
     }
     for (int32_t r = 0; r < kPanelRows; ++r) {
-        out[r] = totals[0][r] * (1.0f / kPeak) * peak;
+        out[r] = totals[0][r] * step * peak;
     }
 }
 
@@ -157,14 +206,16 @@ size_t panel_prepared_bytes(const Part& part) {
     return round_up(kHeaderBytes + size_t(input_bytes(part.width)) * part.num_groups + 4 * padded_groups(part), 64);
 }
 
+template <int DIGITS>
 void prepare_panel(const Part& part, const float* x, void* prepared) {
-    (part.width == 4 ? prepare_digits : prepare_words)(part, x, prepared);
+    const auto prepare = DIGITS == 2 ? prepare_rounded : part.width == 4 ? prepare_digits : prepare_words;
+    prepare(part, x, prepared);
 }
 
-template <class R, class Sums>
+template <class R, class Sums, int DIGITS>
 void dot_panels(const Part& part, const uint8_t* panels, size_t stride, int32_t count, const void* prepared,
                 PanelAhead& ahead, float* out) {
-    const auto dot = part.width == 4 ? dot_panel<R, Sums, 4> : dot_panel<R, Sums, 8>;
+    const auto dot = part.width == 4 ? dot_panel<R, Sums, 4, DIGITS> : dot_panel<R, Sums, 8, DIGITS>;
     for (int32_t p = 0; p < count; ++p) {
         dot(part, panels + p * stride, ahead, static_cast<const uint8_t*>(prepared), out + kPanelRows * p);
     }
@@ -186,38 +237,43 @@ inline __m256i sums_of_lanes(const __m256i registers[8]) {
 }
 
 // As dot_panel, with a lane for each of its totals.
-template <class Sums>
+template <class Sums, int DIGITS>
 float dot_whole_row(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch) {
     const Inputs inputs(part, prepared);
     const uint8_t* scales = row + part.scales_at;
     __m256 totals = _mm256_setzero_ps();
     for (int32_t first = 0; first < part.num_groups; first += kTotals) {
         __m256i low[kTotals], high[kTotals];
+        alignas(32) float units[kTotals] = {};
         for (int32_t i = 0; i < kTotals; ++i) {
             if (first + i >= part.num_groups) {
                 low[i] = high[i] = _mm256_setzero_si256();
                 continue;
             }
+            units[i] = unit_at(inputs.digits + (first + i) * kDigitBytes);
             prefetch.line();
             const Codes codes = load_codes<4>(row + (first + i) * 32);
-            Sums::add_row(codes, inputs.digits + (first + i) * kDigitBytes, low[i], high[i]);
+            Sums::template add_row<DIGITS>(codes, inputs.digits + (first + i) * kDigitBytes, low[i], high[i]);
         }
         const __m256 codes = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums_of_lanes(high)), _mm256_set1_ps(65536.0f),
                                              _mm256_cvtepi32_ps(sums_of_lanes(low)));
-        const __m256 scale = load_eight(part, scales, first, false);
+        __m256 scale = load_eight(part, scales, first, false);
+        if constexpr (DIGITS == 2) {
+            scale = _mm256_mul_ps(scale, _mm256_load_ps(units));
+        }
         const __m256 zero = load_eight(part, scales + part.scale_bytes, first, true);
         const __m256 centered = _mm256_fnmadd_ps(zero, _mm256_load_ps(inputs.sums + first), codes);
         totals = _mm256_fmadd_ps(centered, scale, totals);
     }
-    return lanes_total(totals) * (1.0f / kPeak) * inputs.peak;
+    return lanes_total(totals) * (DIGITS == 3 ? 1.0f / kPeak : 1.0f) * inputs.peak;
 }
 
-template <class Sums>
+template <class Sums, int DIGITS>
 void dot_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
                     const Ahead& ahead, float*, float* out) {
     for (int32_t r = 0; r < num_rows; ++r) {
         Prefetch prefetch(ahead, r);
-        out[r] = dot_whole_row<Sums>(part, rows[r], prepared, prefetch);
+        out[r] = dot_whole_row<Sums, DIGITS>(part, rows[r], prepared, prefetch);
         prefetch.rest();
     }
 }
@@ -271,15 +327,14 @@ struct ScalesOfTile {
     const uint8_t* zeros(int32_t r) const { return scales(kMaxTile + r); }
 };
 
-// What the rows of a tile are multiplied with in eight groups: h * scale as 24-bit fixed point, relative to the largest of
-// a group.
+// What the rows of a tile are multiplied with in eight groups: h * scale in fixed point, relative to the largest of a group.
 struct TileFactors {
     alignas(32) int32_t digits[kFours][kDigits][kTotals];
     alignas(32) float units[kTotals];
 
-    // `num_groups`: at most eight. zeros[g] += h * scale * zero.
+    // `num_groups`: at most eight. zeros[g] += h * scale * zero. `top`: what the largest becomes.
     template <class ScalesOf>
-    TileFactors(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros) {
+    TileFactors(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros, float top) {
         __m256 factors[kMaxTile], peak = _mm256_set1_ps(kLeastPeak), zero_sum = _mm256_load_ps(zeros);
         __m256 faults = _mm256_setzero_ps();  // NaN where a factor is not finite
         const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -295,8 +350,8 @@ struct TileFactors {
             factors[r] = _mm256_setzero_ps();
         }
         _mm256_store_ps(zeros, zero_sum);
-        _mm256_store_ps(units, _mm256_add_ps(_mm256_mul_ps(peak, _mm256_set1_ps(1.0f / kPeak)), faults));
-        const __m256 steps = _mm256_div_ps(_mm256_set1_ps(kPeak), peak);
+        _mm256_store_ps(units, _mm256_add_ps(_mm256_mul_ps(peak, _mm256_set1_ps(1.0f / top)), faults));
+        const __m256 steps = _mm256_div_ps(_mm256_set1_ps(top), peak);
         for (int32_t four = 0; 4 * four < num_rows; ++four) {
             __m256i fixed[4];
             for (int i = 0; i < 4; ++i) {
@@ -331,7 +386,7 @@ inline void add_unpacked(const __m256i low[2], const __m256i high[2], float unit
                      unit, sum + 16);
 }
 
-template <class Sums>
+template <class Sums, int DIGITS>
 void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
                     float*, float* sum) {
     // One row after the other: processors then fetch the rest of it themselves.
@@ -340,7 +395,8 @@ void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
     const int32_t lines = num_rows * (ahead.num_bytes / kLineBytes + 1) / part.num_groups + 1;  // while a group is added
     for (int32_t first = 0; first < part.num_groups; first += kTotals) {
         const int32_t count = part.num_groups - first < kTotals ? part.num_groups - first : kTotals;
-        const TileFactors factors(ScalesOfRows{part, rows, first}, num_rows, count, h, sum + part.num_cols + first);
+        const TileFactors factors(ScalesOfRows{part, rows, first}, num_rows, count, h, sum + part.num_cols + first,
+                                  top_of(DIGITS));
         for (int32_t lane = 0; lane < count; ++lane) {
             const int32_t group = first + lane;
             for (int32_t line = 0; line < lines; ++line) {
@@ -349,7 +405,7 @@ void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
                 }
                 prefetch.line();
             }
-            Sums::add_group(rows, num_rows, group, GroupDigits{factors, lane}, factors.units[lane], sum + group * kBlock);
+            Sums::template add_group<DIGITS>(rows, num_rows, group, GroupDigits{factors, lane}, factors.units[lane], sum + group * kBlock);
         }
     }
     prefetch.rest();
@@ -358,12 +414,13 @@ void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
     }
 }
 
-template <class R, class Sums>
+template <class R, class Sums, int DIGITS>
 void add_panels(const Part& part, const uint8_t* tile, const float* h, PanelAhead& ahead, float* sum) {
     for (int32_t first = 0; first < part.num_groups; first += kDownGroups) {
         const int32_t count = part.num_groups - first < kDownGroups ? part.num_groups - first : kDownGroups;
         const int32_t scale_bytes = 2 * 2 * kMaxTile * count;
-        const TileFactors factors(ScalesOfTile{tile, count}, kMaxTile, count, h, sum + part.num_cols + first);
+        const TileFactors factors(ScalesOfTile{tile, count}, kMaxTile, count, h, sum + part.num_cols + first,
+                                  top_of(DIGITS));
         fetch(ahead, scale_bytes);
         tile += scale_bytes;
         for (int32_t lane = 0; lane < count; ++lane) {
@@ -371,7 +428,7 @@ void add_panels(const Part& part, const uint8_t* tile, const float* h, PanelAhea
             for (int32_t col = 0; col < kBlock; col += kPanelRows, tile += kDownPanelBytes) {
                 fetch(ahead, kDownPanelBytes);
                 BlockSums<R> block;
-                Sums::add_nibbles(tile, GroupDigits{factors, lane}, block);
+                Sums::template add_nibbles<DIGITS>(tile, GroupDigits{factors, lane}, block);
                 for (int v = 0; v < block.count; ++v) {
                     add_columns<R>(block.low[v], block.high[v], factors.units[lane], to + col + R::lanes * v);
                 }
@@ -390,11 +447,14 @@ void finish_whole_sum(const Part& part, const float* sum, float weight, int32_t 
     }
 }
 
-// How an instruction set adds up products is `Sums`, in registers `R`.
-template <class R, class Sums>
-constexpr PanelKernels panel_kernels() {
-    return {panel_prepared_bytes,   prepare_panel,    dot_panels<R, Sums>, dot_whole_rows<Sums>,
-            add_whole_rows<Sums>,   add_panels<R, Sums>, whole_sum_floats,  finish_whole_sum};
+// How an instruction set adds up products is `Sums`, in registers `R`. `rounded`: those of two digits.
+template <class R, class Sums, int DIGITS = 3>
+constexpr PanelKernels panel_kernels(const PanelKernels* rounded = nullptr) {
+    return {panel_prepared_bytes,         prepare_panel<DIGITS>,
+            dot_panels<R, Sums, DIGITS>,  dot_whole_rows<Sums, DIGITS>,
+            add_whole_rows<Sums, DIGITS>, add_panels<R, Sums, DIGITS>,
+            whole_sum_floats,             finish_whole_sum,
+            rounded};
 }
 
 }  // namespace

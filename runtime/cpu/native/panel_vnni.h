@@ -10,12 +10,12 @@ namespace {
 // has the first of the two for eight double words.
 template <class R, class Y>
 struct VnniSums {
-    template <class Digits>
+    template <int DIGITS, class Digits>
     static void add_nibbles(const uint8_t* lines, const Digits& digits, BlockSums<R>& sums) {
         constexpr int count = BlockSums<R>::count;
-        typename R::Ints of_low[count][kDigits], of_high[count][kDigits];  // apart, so that chains are shorter
+        typename R::Ints of_low[count][DIGITS], of_high[count][DIGITS];  // apart, so that chains are shorter
         for (int v = 0; v < count; ++v) {
-            for (int k = 0; k < kDigits; ++k) {
+            for (int k = 0; k < DIGITS; ++k) {
                 of_low[v][k] = of_high[v][k] = R::zero();
             }
         }
@@ -26,7 +26,7 @@ struct VnniSums {
                 const auto codes = R::load(lines + j * kLineBytes + 4 * R::lanes * v);
                 const auto low = R::low_nibbles(codes), high = R::high_nibbles(codes);
 #pragma GCC unroll 3
-                for (int k = 0; k < kDigits; ++k) {
+                for (int k = 0; k < DIGITS; ++k) {
                     of_low[v][k] = R::dot_bytes(of_low[v][k], low, R::broadcast(digits.word(k, 2 * j)));
                     of_high[v][k] = R::dot_bytes(of_high[v][k], high, R::broadcast(digits.word(k, 2 * j + 1)));
                 }
@@ -35,26 +35,28 @@ struct VnniSums {
         for (int v = 0; v < count; ++v) {
             const auto middle = R::add(of_low[v][1], of_high[v][1]), lowest = R::add(of_low[v][0], of_high[v][0]);
             sums.low[v] = R::add(R::times_256(middle), lowest);
-            sums.high[v] = R::add(of_low[v][2], of_high[v][2]);
+            sums.high[v] = DIGITS == 3 ? R::add(of_low[v][DIGITS - 1], of_high[v][DIGITS - 1]) : R::zero();
         }
     }
 
+    template <int DIGITS>
     static void add_row(const Codes& codes, const int8_t* digits, __m256i& low, __m256i& high) {
-        __m256i sums[kDigits];
-        for (int k = 0; k < kDigits; ++k) {
+        __m256i sums[DIGITS];
+        for (int k = 0; k < DIGITS; ++k) {
             const __m256i first = Y::dot_bytes(Y::zero(), codes.half[0], load_bytes(digits + k * kBlock));
             sums[k] = Y::dot_bytes(first, codes.half[1], load_bytes(digits + k * kBlock + 32));
         }
         low = _mm256_add_epi32(_mm256_slli_epi32(sums[1], 8), sums[0]);
-        high = sums[2];
+        high = DIGITS == 3 ? sums[DIGITS - 1] : Y::zero();
     }
 
     // Fours of rows: a double word has a byte of each, times the four factors' digits.
+    template <int DIGITS>
     static void add_group(const uint8_t* const* rows, int32_t count, int32_t group, const GroupDigits& factors, float unit,
                           float* sum) {
         for (int i = 0; i < 2; ++i) {
-            __m256i sums[2][2][kDigits];  // of low halves and of high ones, of the two registers that lie side by side
-            for (int k = 0; k < kDigits; ++k) {
+            __m256i sums[2][2][DIGITS];  // of low halves and of high ones, of the two registers that lie side by side
+            for (int k = 0; k < DIGITS; ++k) {
                 sums[0][0][k] = sums[0][1][k] = sums[1][0][k] = sums[1][1][k] = Y::zero();
             }
             for (int32_t four = 0; 4 * four < count; ++four) {
@@ -67,7 +69,7 @@ struct VnniSums {
                     i == 0 ? _mm256_unpacklo_epi8(row[2], row[3]) : _mm256_unpackhi_epi8(row[2], row[3])};
                 const __m256i fours[2] = {_mm256_unpacklo_epi16(pairs[0], pairs[1]),
                                           _mm256_unpackhi_epi16(pairs[0], pairs[1])};
-                for (int k = 0; k < kDigits; ++k) {
+                for (int k = 0; k < DIGITS; ++k) {
                     const __m256i digits = Y::broadcast(factors.word(k, four));
                     for (int s = 0; s < 2; ++s) {
                         sums[0][s][k] = Y::dot_bytes(sums[0][s][k], Y::low_nibbles(fours[s]), digits);
@@ -79,13 +81,14 @@ struct VnniSums {
                 __m256i low[2], high[2];
                 for (int s = 0; s < 2; ++s) {
                     low[s] = _mm256_add_epi32(_mm256_slli_epi32(sums[half][s][1], 8), sums[half][s][0]);
-                    high[s] = sums[half][s][2];
+                    high[s] = DIGITS == 3 ? sums[half][s][DIGITS - 1] : Y::zero();
                 }
                 add_unpacked(low, high, unit, sum + 32 * half + 8 * i);
             }
         }
     }
 
+    template <int DIGITS>
     static void add_bytes(const uint8_t* lines, const BlockWords& words, BlockSums<R>& sums) {
         constexpr int count = BlockSums<R>::count;
         typename R::Ints low[count][2], high[count][2];
@@ -102,8 +105,10 @@ struct VnniSums {
                 const auto even = R::even_bytes(codes), odd = R::odd_bytes(codes);
                 low[v][0] = R::dot_words(low[v][0], even, R::broadcast(words.even_low(j)));
                 low[v][1] = R::dot_words(low[v][1], odd, R::broadcast(words.odd_low(j)));
-                high[v][0] = R::dot_words(high[v][0], even, R::broadcast(words.even_high(j)));
-                high[v][1] = R::dot_words(high[v][1], odd, R::broadcast(words.odd_high(j)));
+                if constexpr (DIGITS == 3) {
+                    high[v][0] = R::dot_words(high[v][0], even, R::broadcast(words.even_high(j)));
+                    high[v][1] = R::dot_words(high[v][1], odd, R::broadcast(words.odd_high(j)));
+                }
             }
         }
         for (int v = 0; v < count; ++v) {

@@ -106,6 +106,9 @@ struct PanelKernels {
     void (*add)(const Part& part, const uint8_t* tile, const float* h, PanelAhead& ahead, float* sum);
     decltype(Kernels::sum_floats) sum_floats;
     decltype(Kernels::finish_sum) finish_sum;
+
+    // The same with inputs and factors of two digits, 16 bits, in place of three; null in those.
+    const PanelKernels* rounded;
 };
 
 #if defined(__x86_64__)

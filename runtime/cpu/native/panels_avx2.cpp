@@ -15,11 +15,11 @@ inline void stay(__m256i& sum) { asm("" : "+x"(sum)); }
 
 struct Avx2Sums {
     // Sums of int16 are at most 8 * 2 * 15 * 128.
-    template <class Digits>
+    template <int DIGITS, class Digits>
     static void add_nibbles(const uint8_t* lines, const Digits& digits, BlockSums<Ymm>& sums) {
         for (int half = 0; half < 2; ++half) {
-            __m256i pairs[2][kDigits];
-            for (int k = 0; k < kDigits; ++k) {
+            __m256i pairs[2][DIGITS];
+            for (int k = 0; k < DIGITS; ++k) {
                 pairs[0][k] = pairs[1][k] = _mm256_setzero_si256();
             }
 #pragma GCC unroll 1
@@ -28,7 +28,7 @@ struct Avx2Sums {
                 const __m256i low[2] = {Ymm::low_nibbles(first), Ymm::low_nibbles(second)};
                 const __m256i high[2] = {Ymm::high_nibbles(first), Ymm::high_nibbles(second)};
 #pragma GCC unroll 3
-                for (int k = 0; k < kDigits; ++k) {
+                for (int k = 0; k < DIGITS; ++k) {
                     const __m256i of_low = Ymm::broadcast(digits.word(k, 2 * j));
                     const __m256i of_high = Ymm::broadcast(digits.word(k, 2 * j + 1));
 #pragma GCC unroll 2
@@ -44,24 +44,26 @@ struct Avx2Sums {
             for (int v = 0; v < 2; ++v) {
                 const __m256i fine = _mm256_add_epi32(_mm256_madd_epi16(pairs[v][1], to_middle),
                                                       _mm256_madd_epi16(pairs[v][0], ones));
-                const __m256i coarse = _mm256_madd_epi16(pairs[v][2], ones);
+                const __m256i coarse = DIGITS == 3 ? _mm256_madd_epi16(pairs[v][DIGITS - 1], ones) : Ymm::zero();
                 sums.low[v] = half == 0 ? fine : _mm256_add_epi32(sums.low[v], fine);
                 sums.high[v] = half == 0 ? coarse : _mm256_add_epi32(sums.high[v], coarse);
             }
         }
     }
 
+    template <int DIGITS>
     static void add_row(const Codes& codes, const int8_t* digits, __m256i& low, __m256i& high) {
         const __m256i ones = _mm256_set1_epi16(1), to_middle = _mm256_set1_epi16(256);
-        __m256i pairs[kDigits];
-        for (int k = 0; k < kDigits; ++k) {
+        __m256i pairs[DIGITS];
+        for (int k = 0; k < DIGITS; ++k) {
             pairs[k] = add_products(codes.half, 2, digits + k * kBlock);
         }
         low = _mm256_add_epi32(_mm256_madd_epi16(pairs[1], to_middle), _mm256_madd_epi16(pairs[0], ones));
-        high = _mm256_madd_epi16(pairs[2], ones);
+        high = DIGITS == 3 ? _mm256_madd_epi16(pairs[DIGITS - 1], ones) : Ymm::zero();
     }
 
     // Pairs of rows: bytes of both, one after the other, times both factors' digits.
+    template <int DIGITS>
     static void add_group(const uint8_t* const* rows, int32_t count, int32_t group, const GroupDigits& factors, float unit,
                           float* sum) {
         constexpr int32_t PAIRS = 8;  // whose sums fit int16: 8 * 2 * 15 * 128
@@ -71,7 +73,7 @@ struct Avx2Sums {
             low[i] = high[i] = _mm256_setzero_si256();
         }
         for (int32_t first = 0; 2 * first < count; first += PAIRS) {
-            __m256i pairs[4][kDigits];
+            __m256i pairs[4][DIGITS];
             for (auto& digits : pairs) {
                 for (__m256i& sums : digits) {
                     sums = _mm256_setzero_si256();
@@ -85,7 +87,7 @@ struct Avx2Sums {
                 const __m256i codes[4] = {_mm256_and_si256(near, nibble), _mm256_and_si256(far, nibble),
                                           _mm256_and_si256(_mm256_srli_epi16(near, 4), nibble),
                                           _mm256_and_si256(_mm256_srli_epi16(far, 4), nibble)};
-                for (int k = 0; k < kDigits; ++k) {
+                for (int k = 0; k < DIGITS; ++k) {
                     int16_t both;
                     __builtin_memcpy(&both, static_cast<const int16_t*>(factors.word(k, p / 2)) + p % 2, 2);
                     const __m256i digits = _mm256_set1_epi16(both);
@@ -99,9 +101,11 @@ struct Avx2Sums {
                 low[2 * i] = _mm256_add_epi32(low[2 * i], _mm256_madd_epi16(_mm256_unpacklo_epi16(of[1], of[0]), to_middle));
                 low[2 * i + 1] =
                     _mm256_add_epi32(low[2 * i + 1], _mm256_madd_epi16(_mm256_unpackhi_epi16(of[1], of[0]), to_middle));
-                high[2 * i] = _mm256_add_epi32(high[2 * i], _mm256_madd_epi16(_mm256_unpacklo_epi16(of[2], of[2]), ones));
-                high[2 * i + 1] =
-                    _mm256_add_epi32(high[2 * i + 1], _mm256_madd_epi16(_mm256_unpackhi_epi16(of[2], of[2]), ones));
+                if constexpr (DIGITS == 3) {
+                    high[2 * i] = _mm256_add_epi32(high[2 * i], _mm256_madd_epi16(_mm256_unpacklo_epi16(of[2], of[2]), ones));
+                    high[2 * i + 1] =
+                        _mm256_add_epi32(high[2 * i + 1], _mm256_madd_epi16(_mm256_unpackhi_epi16(of[2], of[2]), ones));
+                }
             }
         }
         for (int i = 0; i < 4; ++i) {
@@ -109,6 +113,7 @@ struct Avx2Sums {
         }
     }
 
+    template <int DIGITS>
     static void add_bytes(const uint8_t* lines, const BlockWords& words, BlockSums<Ymm>& sums) {
         for (int v = 0; v < 2; ++v) {
             sums.low[v] = sums.high[v] = _mm256_setzero_si256();
@@ -116,26 +121,31 @@ struct Avx2Sums {
 #pragma GCC unroll 1
         for (int j = 0; j < kBlock / 4; ++j) {
             const __m256i even_low = Ymm::broadcast(words.even_low(j)), odd_low = Ymm::broadcast(words.odd_low(j));
-            const __m256i even_high = Ymm::broadcast(words.even_high(j)), odd_high = Ymm::broadcast(words.odd_high(j));
+            __m256i even_high, odd_high;
+            if constexpr (DIGITS == 3) even_high = Ymm::broadcast(words.even_high(j)), odd_high = Ymm::broadcast(words.odd_high(j));
 #pragma GCC unroll 2
             for (int v = 0; v < 2; ++v) {
                 const __m256i codes = load_bytes(lines + j * kLineBytes + 32 * v);
                 const __m256i even = Ymm::even_bytes(codes), odd = Ymm::odd_bytes(codes);
                 const __m256i low = _mm256_add_epi32(_mm256_madd_epi16(even, even_low), _mm256_madd_epi16(odd, odd_low));
-                const __m256i high =
-                    _mm256_add_epi32(_mm256_madd_epi16(even, even_high), _mm256_madd_epi16(odd, odd_high));
                 sums.low[v] = _mm256_add_epi32(sums.low[v], low);
-                sums.high[v] = _mm256_add_epi32(sums.high[v], high);
                 stay(sums.low[v]);
-                stay(sums.high[v]);
+                if constexpr (DIGITS == 3) {
+                    const __m256i high =
+                        _mm256_add_epi32(_mm256_madd_epi16(even, even_high), _mm256_madd_epi16(odd, odd_high));
+                    sums.high[v] = _mm256_add_epi32(sums.high[v], high);
+                    stay(sums.high[v]);
+                }
             }
         }
     }
 };
 
+constexpr PanelKernels kRounded = panel_kernels<Ymm, Avx2Sums, 2>();
+
 }  // namespace
 
-const PanelKernels avx2_panel_kernels = panel_kernels<Ymm, Avx2Sums>();
+const PanelKernels avx2_panel_kernels = panel_kernels<Ymm, Avx2Sums>(&kRounded);
 
 }  // namespace moe_pack
 

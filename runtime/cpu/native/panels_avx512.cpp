@@ -33,6 +33,7 @@ struct Zmm {
     static Floats set(float value) { return _mm512_set1_ps(value); }
     static Floats load_floats(const float* from) { return _mm512_loadu_ps(from); }
     static void store_floats(float* to, Floats values) { _mm512_storeu_ps(to, values); }
+    static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
     static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
 };
@@ -41,9 +42,11 @@ struct VnniYmm : Ymm {
     static Ints dot_bytes(Ints sum, Ints codes, Ints digits) { return _mm256_dpbusd_epi32(sum, codes, digits); }
 };
 
+constexpr PanelKernels kRounded = panel_kernels<Zmm, VnniSums<Zmm, VnniYmm>, 2>();
+
 }  // namespace
 
-const PanelKernels avx512_panel_kernels = panel_kernels<Zmm, VnniSums<Zmm, VnniYmm>>();
+const PanelKernels avx512_panel_kernels = panel_kernels<Zmm, VnniSums<Zmm, VnniYmm>>(&kRounded);
 
 }  // namespace moe_pack
 

@@ -18,7 +18,8 @@ struct VnniYmm : Ymm {
     static Ints dot_words(Ints sum, Ints codes, Ints words) { return _mm256_dpwssd_avx_epi32(sum, codes, words); }
 };
 
-constexpr PanelKernels kKernels = panel_kernels<VnniYmm, VnniSums<VnniYmm, VnniYmm>>();
+constexpr PanelKernels kRounded = panel_kernels<VnniYmm, VnniSums<VnniYmm, VnniYmm>, 2>();
+constexpr PanelKernels kKernels = panel_kernels<VnniYmm, VnniSums<VnniYmm, VnniYmm>>(&kRounded);
 
 }  // namespace
 

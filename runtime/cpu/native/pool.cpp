@@ -26,10 +26,16 @@ Kernels whole(Kernels kernels) {
     return kernels;
 }
 
+// Panels of inputs with two digits.
+Kernels rounded(Kernels kernels) {
+    if (kernels.panels != nullptr) kernels.panels = kernels.panels->rounded;
+    return kernels;
+}
+
 }  // namespace
 
 Pool::Pool(int threads, const Kernels& kernels)
-    : kernels_(kernels), whole_(whole(kernels)), threads_(*new Threads), owner_(getpid()) {
+    : exact_{kernels, whole(kernels)}, rounded_{rounded(kernels), whole(rounded(kernels))}, threads_(*new Threads), owner_(getpid()) {
     install_guard();
     try {
         for (int worker = 1; worker < threads; worker++)

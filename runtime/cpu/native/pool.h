@@ -52,17 +52,18 @@ class Pool {
     bool are_tokens_alone() const { return are_tokens_alone_; }
     void take_tokens_alone(bool alone) { are_tokens_alone_ = alone; }
 
-    // The digits of 8 bits to which operations on many tokens round inputs (rounded.h); 0: they do not.
+    // The digits of 8 bits to which operations on many tokens round inputs (rounded.h); 0: they do not. If they do,
+    // panels, and rows that give the same bits, round those of all tokens to two digits.
     int digits() const { return digits_; }
     bool rounds() const { return digits_ > 0; }
     // Gives what kernels can.
-    int take_digits(int digits) { return digits_ = kernels_.rounded == nullptr ? 0 : digits; }
+    int take_digits(int digits) { return digits_ = exact_.all.rounded == nullptr ? 0 : digits; }
 
     // Those for experts whose neurons all run (panels.h).
-    const Kernels& whole_kernels() const { return whole_; }
+    const Kernels& whole_kernels() const { return chosen().whole; }
 
     int threads() const { return (int)threads_.workers.size() + 1; }
-    const Kernels& kernels() const { return kernels_; }
+    const Kernels& kernels() const { return chosen().all; }
 
     // Held by the caller of `run` for as long as it uses the arena. Who forks while another thread holds it must not
     // use the pool in the child, where nothing would release it.
@@ -82,8 +83,12 @@ class Pool {
         std::condition_variable wake;
     };
 
-    const Kernels& kernels_;
-    const Kernels whole_;
+    struct Chosen {
+        Kernels all, whole;
+    };
+    const Chosen& chosen() const { return rounds() ? rounded_ : exact_; }
+
+    const Chosen exact_, rounded_;
     Threads& threads_;
     std::mutex one_job_;
     Arena arena_;

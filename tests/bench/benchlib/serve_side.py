@@ -62,6 +62,7 @@ class Numbers:
 @click.option("--threads", type=int, default=None)
 @click.option("--budget", default=None)
 @click.option("--substitute", type=float, default=None)
+@click.option("--numerics", default="auto")
 def main(
     pack: Path,
     port: int,
@@ -70,6 +71,7 @@ def main(
     threads: int | None,
     budget: str | None,
     substitute: float | None,
+    numerics: Any,
 ) -> None:
     """Serves until a signal comes."""
     options = EngineOptions(
@@ -77,6 +79,7 @@ def main(
         budget_bytes=None if budget is None else read_size(budget),
         read="map" if budget is None else "auto",
         threads=threads,
+        numerics=numerics,
         approximations=Approximations(substitute=substitute),
     )
     with ExitStack() as stack:

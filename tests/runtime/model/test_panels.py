@@ -34,6 +34,14 @@ def kernels() -> cpu.Kernels:
     return kernels_limited_to("avx2")
 
 
+@pytest.fixture(params=(0, 2), ids=("exact", "rounded"))
+def rounds(request: pytest.FixtureRequest, kernels: cpu.Kernels) -> Iterator[None]:
+    """The digits to which kernels round inputs meanwhile."""
+    assert kernels.take_digits(request.param) == request.param
+    yield
+    kernels.take_digits(0)
+
+
 # ---- matrices -------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +222,7 @@ def some_logits(decoder: Decoder) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.usefixtures("rounds")
 def test_a_decoder_gives_the_same_logits_before_while_and_after_panels_are_made(
     demo: Path, kernels: cpu.Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
