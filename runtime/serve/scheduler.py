@@ -256,6 +256,7 @@ class BatchScheduler:
         self.failure: str | None = None  # the fault that ended the thread
         self.memory = memory
         self._text, self._most_waiting, self._sessions = text, most_waiting, sessions
+        self._is_prepared = False  # while nobody asks for anything, the decoder prepares experts
         self._enter(decoder, drafts)
         self._waiting: deque[Job] = deque()
         self._changes: deque[_MemoryChange] = deque()  # of the memory, in the order in which they were asked for
@@ -439,14 +440,15 @@ class BatchScheduler:
     def _enter(self, decoder: Decoder, drafts: Drafts | None) -> None:
         """Uses an engine."""
         self._decoder, self._drafts = decoder, drafts
-        self._is_prepared = False  # while nobody asks for anything, the decoder prepares experts
+        self._is_prepared = False
         self.slots = tuple(Slot(sequence) for sequence in decoder.sequences)
 
     def _leave(self) -> None:
         """Refers to nothing of the engine any more; what its slots have is lost."""
         with self._changed:
             self._totals = replace(self._totals, **self._draft_totals())
-            self.slots, self._drafts, self._is_prepared = (), None, True
+            self.slots, self._drafts = (), None
+        self._is_prepared = True
         del self._decoder
 
     def _change_between_requests(self, memory: EngineMemory, is_idle: bool) -> None:
