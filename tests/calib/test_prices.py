@@ -263,7 +263,10 @@ def test_a_run_says_its_mode_and_the_loss(demo: Path) -> None:
     with Pack(demo) as opened:
         write_sidecar(demo, NUMERICS_FILE, loss_of(2e-7, 0.002), opened.manifest.root)
     assert "fast: inputs are rounded to 16 bits, KL 2e-07 nats a token" in run(demo, *PROMPT).stderr
-    assert "fastest: inputs are rounded to 8 bits, KL 0.002 nats" in run(demo, *PROMPT, "--numerics", "fastest").stderr
+    assert (
+        "fastest: inputs of prompts are rounded to 8 bits, KL 0.002 nats"
+        in run(demo, *PROMPT, "--numerics", "fastest").stderr
+    )
     (demo / NUMERICS_FILE).unlink()
     assert "of unknown loss; moe-pack eval measures it" in run(demo, *PROMPT, "--numerics", "fast").stderr
     report = json.loads(run(demo, "--bench", "--json", "--max-tokens", "2").stdout)
