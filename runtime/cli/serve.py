@@ -299,9 +299,9 @@ class _Server:
 
     def _load(self, where: str) -> None:
         """Loads the pack; on an error the server ends."""
-        from moe_pack.runtime.cli.main import import_torch
-
         try:
+            from moe_pack.runtime.cli.main import import_torch
+
             import_torch()
             self._app.state.service = self._make_service()
             gc.collect()

@@ -2,7 +2,7 @@
 
     exact     inputs are float32
     fast      inputs are rounded to 16 bits, by blocks of 64 columns: of prompts, and in panels those of every token
-    fastest   the same, and of prompts to 8 bits
+    fastest   inputs of prompts are rounded to 8 bits, others as in fast
 
 Weights are multiplied as they are stored in all modes (docs/kernels.md, "Rounded inputs"). The loss of a pack with each
 mode is measured where the pack is compared with its source (`moe-pack convert`, `moe-pack eval`) and written to the

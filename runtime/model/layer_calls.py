@@ -69,7 +69,7 @@ class LayerCalls:
         self._set_experts: set[tuple[int, int]] = set()
         self._has_panels: set[tuple[int, int]] = set()
         self._num_panels = 0  # of those made that were looked at
-        self._unprepared = iter(list(product(weights.spec.moe_layers, range(weights.spec.router.num_experts))))
+        self._unprepared = product(weights.spec.moe_layers, range(weights.spec.router.num_experts))
         self._bytes = _CacheBytes()
         self._native = cpu.NativeLayers(operations.kernels, weights.spec.num_hidden_layers)
 
@@ -90,7 +90,7 @@ class LayerCalls:
         with suppress(formats.PackError):  # a request that needs a damaged expert says so
             rows = weights.expert_rows(layer_idx, expert)
             if kind is not None and kind.completes:
-                self._set_expert(layer, expert, rows)
+                self._set_expert(layer, expert)
             return weights.panels.want((layer_idx, expert), rows)
         return True
 
@@ -193,13 +193,15 @@ class LayerCalls:
         self._native.end(layer, arrays)
 
     def _set_chosen(self, layer: int, arrays: cpu.LayerPass) -> None:
-        assert isinstance(self._weights, MappedPackWeights) and arrays.experts is not None
+        assert arrays.experts is not None
         for expert in np.unique(arrays.experts).tolist():
-            if (layer, expert) not in self._set_experts:
-                self._set_expert(layer, expert, self._weights.expert_rows(self._layer_idx[layer], expert))
+            self._set_expert(layer, expert)
 
-    def _set_expert(self, layer: int, expert: int, rows: cpu.ExpertRows) -> None:
+    def _set_expert(self, layer: int, expert: int) -> None:
+        """Gives the native side an expert, unless it has it."""
+        assert isinstance(self._weights, MappedPackWeights)
         if (layer, expert) not in self._set_experts:
+            rows = self._weights.expert_rows(self._layer_idx[layer], expert)
             self._native.set_expert(layer, expert, rows)
             self._set_experts.add((layer, expert))
             self._give_panels(layer, expert, rows.panels)

@@ -119,8 +119,8 @@ void prepare_words(const Part& part, const float* x, void* prepared) {
     }
 }
 
-// Of two digits, relative to the largest of a block, which is as large as in rounded.h: what one of its steps stands for
-// is where the highest digits would be.
+// Inputs of two digits are relative to the largest of a block of 64, as in rounded.h. What a step of the block stands
+// for lies where third digits would be.
 constexpr int32_t kUnitAt = 2 * kBlock;
 
 inline float unit_at(const int8_t* block) {
@@ -405,7 +405,8 @@ void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
                 }
                 prefetch.line();
             }
-            Sums::template add_group<DIGITS>(rows, num_rows, group, GroupDigits{factors, lane}, factors.units[lane], sum + group * kBlock);
+            Sums::template add_group<DIGITS>(rows, num_rows, group, GroupDigits{factors, lane}, factors.units[lane],
+                                             sum + group * kBlock);
         }
     }
     prefetch.rest();

@@ -102,7 +102,8 @@ struct Avx2Sums {
                 low[2 * i + 1] =
                     _mm256_add_epi32(low[2 * i + 1], _mm256_madd_epi16(_mm256_unpackhi_epi16(of[1], of[0]), to_middle));
                 if constexpr (DIGITS == 3) {
-                    high[2 * i] = _mm256_add_epi32(high[2 * i], _mm256_madd_epi16(_mm256_unpacklo_epi16(of[2], of[2]), ones));
+                    high[2 * i] =
+                        _mm256_add_epi32(high[2 * i], _mm256_madd_epi16(_mm256_unpacklo_epi16(of[2], of[2]), ones));
                     high[2 * i + 1] =
                         _mm256_add_epi32(high[2 * i + 1], _mm256_madd_epi16(_mm256_unpackhi_epi16(of[2], of[2]), ones));
                 }
@@ -122,7 +123,10 @@ struct Avx2Sums {
         for (int j = 0; j < kBlock / 4; ++j) {
             const __m256i even_low = Ymm::broadcast(words.even_low(j)), odd_low = Ymm::broadcast(words.odd_low(j));
             __m256i even_high, odd_high;
-            if constexpr (DIGITS == 3) even_high = Ymm::broadcast(words.even_high(j)), odd_high = Ymm::broadcast(words.odd_high(j));
+            if constexpr (DIGITS == 3) {
+                even_high = Ymm::broadcast(words.even_high(j));
+                odd_high = Ymm::broadcast(words.odd_high(j));
+            }
 #pragma GCC unroll 2
             for (int v = 0; v < 2; ++v) {
                 const __m256i codes = load_bytes(lines + j * kLineBytes + 32 * v);

@@ -35,7 +35,8 @@ Kernels rounded(Kernels kernels) {
 }  // namespace
 
 Pool::Pool(int threads, const Kernels& kernels)
-    : exact_{kernels, whole(kernels)}, rounded_{rounded(kernels), whole(rounded(kernels))}, threads_(*new Threads), owner_(getpid()) {
+    : exact_{kernels, whole(kernels)}, rounded_{rounded(kernels), whole(rounded(kernels))},
+      threads_(*new Threads), owner_(getpid()) {
     install_guard();
     try {
         for (int worker = 1; worker < threads; worker++)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack, PackError, part_format
 from moe_pack.runtime import cpu
+from moe_pack.runtime.engine.numerics import LARGEST_KL
 from moe_pack.runtime.model import Decoder, NativeOperations, linear, open_weights
 from moe_pack.runtime.model.compute import matrices
 from moe_pack.runtime.model.layer_calls import LayerCalls
@@ -334,11 +335,27 @@ def test_a_damaged_expert_is_not_prepared_and_the_others_are(demo: Path, kernels
                 weights.expert_rows(*key)
 
 
-def test_without_native_kernels_nothing_is_prepared(demo: Path) -> None:
-    with (
-        Pack(demo) as held,
-        closing(MappedPackWeights(held, NativeOperations(kernels_limited_to("portable")))) as weights,
-    ):
-        assert not Decoder(weights, CONTEXT).prepare_next()
+def test_kernels_without_panels_prepare_experts_and_torch_nothing(demo: Path) -> None:
+    with opened(demo, kernels_limited_to("portable"), ALL) as weights:
+        decoder, calls = Decoder(weights, CONTEXT), 0
+        while decoder.prepare_next():
+            calls += 1
+        assert calls == len(weights.spec.moe_layers) * weights.spec.router.num_experts
+        assert not weights.panels.made_since(0)
     with Pack(demo) as held, closing(open_weights(held, torch.device("cpu"))) as of_torch:
         assert not Decoder(of_torch, CONTEXT).prepare_next()
+
+
+def test_rounded_inputs_of_single_tokens_lose_little(demo: Path, kernels: cpu.Kernels) -> None:
+    """`moe-pack eval` measures prompts; single tokens have the same 16 bits, and lose less than `auto` tolerates."""
+    with opened(demo, kernels, ALL) as weights:
+        decoder, found = Decoder(weights, CONTEXT), list[Tensor]()
+        for digits in (0, 2):
+            kernels.take_digits(digits)
+            decoder.reset()
+            logits = torch.stack([decoder.extend(decoder.sequences[0], [token]) for token in IDS])
+            found.append(logits.double().log_softmax(-1))
+        kernels.take_digits(0)
+    exact, rounded = found
+    kl = (exact.exp() * (exact - rounded)).sum(-1).mean()
+    assert 0 < kl < LARGEST_KL / 10
