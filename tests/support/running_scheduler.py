@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, SamplingOptions, Text
 from moe_pack.runtime.drafts import Drafts
@@ -73,6 +75,14 @@ class Served:
 
     def run(self, request: Request) -> Answer:
         return self.submit(request)[1].wait()
+
+
+def plain_logits(folder: Path, ids: Sequence[int]) -> Tensor:
+    """Logits after each token, float32 [T, vocabulary], of an engine of its own: a scheduler's thread alone uses its
+    decoder, while nothing is asked too."""
+    with Pack(folder) as opened, Engine(opened, EngineOptions(read="map", chunk_tokens=16), CONTEXT) as engine:
+        assert isinstance(engine.decoder, Decoder)
+        return engine.decoder.logits([*ids])
 
 
 @contextmanager

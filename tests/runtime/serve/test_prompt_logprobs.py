@@ -11,7 +11,7 @@ import torch
 from support.cases import case
 from support.families import NUM_POSITIONS, Tiny, oracle, token_ids, write
 from support.models import PackMaker, pack
-from support.running_scheduler import VOCAB, WORDS, Answer, NoText, request, served
+from support.running_scheduler import VOCAB, WORDS, Answer, NoText, plain_logits, request, served
 from support.scripted_scheduler import Script
 from support.served import Served as ServedHttp
 from support.served import served as served_http
@@ -48,10 +48,7 @@ def test_prompts_have_the_log_probabilities_of_a_plain_pass(demo_pack: PackMaker
     for drafts in (None, Drafts(NgramDrafter(), None)):
         with served(demo_pack("none", 4), drafts=drafts) as server:
             ids = server.text.encode(f"{WORDS}. {WORDS}. {WORDS}.")
-            decoder = server.engine.decoder
-            assert isinstance(decoder, Decoder)
-            logits = decoder.logits(ids)
-            decoder.reset()
+            logits = plain_logits(demo_pack("none", 4), ids)
             plain = server.run(request(ids, 20))
             runs = [server.submit(replace(request(ids, 20), prompt_logprobs=top))[1] for top in (0, 3)]
             runs += [server.submit(replace(request(ids[:-5], 0), prompt_logprobs=20))[1]]
@@ -74,10 +71,8 @@ def test_a_few_rows_at_a_time_give_the_same(demo_pack: PackMaker, monkeypatch: p
         monkeypatch.setattr("moe_pack.runtime.serve.scheduler.SCORED_BYTES", num_rows * 20 * VOCAB)
         with served(demo_pack("none", 4), number=1) as server:
             ids = server.text.encode(WORDS * 3)
-            decoder = server.engine.decoder
+            logits, decoder = plain_logits(demo_pack("none", 4), ids), server.engine.decoder
             assert isinstance(decoder, Decoder)
-            logits = decoder.logits(ids)
-            decoder.reset()
             passed: list[int] = []
 
             def logits_of(

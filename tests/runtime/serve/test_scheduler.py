@@ -43,10 +43,8 @@ def test_an_answer_does_not_depend_on_its_neighbours(demo_pack: PackMaker) -> No
                 request(ids[: 3 + 2 * i], 6 + i, SamplingOptions(temperature=1.0, seed=i) if i % 2 else GREEDY)
                 for i in range(8)
             ]
-            alone = []
-            for each in wanted:
-                one.engine.decoder.reset()
-                alone.append(one.run(each))
+            keep_nothing(one)
+            alone = [one.run(each) for each in wanted]
         with served(demo_pack("none", 4), number=3, budget=budget) as several:
             keep_nothing(several)
             answers = []
