@@ -4,12 +4,12 @@
 #pragma once
 
 #include "experts.h"
+#include "panels.h"
 #include "tiles.h"
 
 namespace moe_pack {
 
-constexpr int32_t kPanelTokens = 8;  // of a call whose expert is in panels; kFewTokens of others
-constexpr int32_t kMostTokens = kPanelTokens;
+constexpr int32_t kMostTokens = kPanelTokens;  // of a call; kFewTokens of those whose expert is not in panels
 constexpr int32_t kItemTiles = 2;  // a sum of few tokens is of so many tiles at least
 
 // An expert at work on some tokens.

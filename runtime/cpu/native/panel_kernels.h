@@ -61,6 +61,9 @@ struct BlockSums {
 constexpr float kRoundedTop = 32421.0f;  // of inputs and factors of two digits
 constexpr float top_of(int digits) { return digits == 3 ? kPeak : kRoundedTop; }
 
+// Tokens at once, whose sums leave registers to what they share.
+constexpr int tokens_at_once(int width, int digits) { return width == 4 ? (digits == 2 ? 2 : 1) : digits == 2 ? 4 : 2; }
+
 constexpr float high_unit(int width) { return width == 4 ? 65536.0f : 4096.0f; }
 constexpr int32_t input_bytes(int width) { return width == 4 ? kDigitBytes : 4 * kBlock; }  // of a block
 
@@ -161,44 +164,78 @@ void prepare_rounded(const Part& part, const float* x, void* prepared) {
 
 // -- Products --------------------------------------------------------------------------------------------------------
 
-template <class R, class Sums, int WIDTH, int DIGITS>
-void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const uint8_t* prepared, float* out) {
+// A token's inputs, prepared, and where its products go.
+struct PanelToken {
+    const int8_t* inputs;
+    const float* sums;
+    float peak;
+    float* out;
+
+    PanelToken() = default;
+    PanelToken(const Part& part, const void* prepared, float* to)
+        : inputs(static_cast<const int8_t*>(prepared) + kHeaderBytes),
+          sums(reinterpret_cast<const float*>(inputs + size_t(input_bytes(part.width)) * part.num_groups)),
+          peak(*static_cast<const float*>(prepared)), out(to) {}
+};
+
+// Each token's sums are those that it has alone.
+template <class R, class Sums, int WIDTH, int DIGITS, int TOKENS>
+void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const PanelToken* tokens) {
     constexpr int32_t code_bytes = WIDTH * 8 * kPanelRows, block_bytes = code_bytes + kPanelScaleBytes;
-    const auto* inputs = reinterpret_cast<const int8_t*>(prepared) + kHeaderBytes;
-    const auto* sums = reinterpret_cast<const float*>(inputs + size_t(input_bytes(WIDTH)) * part.num_groups);
-    alignas(64) float totals[kTotals][kPanelRows] = {};
-    for (int32_t b = 0; b < part.num_groups; ++b, panel += block_bytes, inputs += input_bytes(WIDTH)) {
+    alignas(64) float totals[TOKENS][kTotals][kPanelRows] = {};
+    const int8_t* inputs[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) {
+        inputs[t] = tokens[t].inputs;
+    }
+    for (int32_t b = 0; b < part.num_groups; ++b, panel += block_bytes) {
         fetch(ahead, block_bytes);
-        BlockSums<R> block;
+        BlockSums<R> blocks[TOKENS];
         if constexpr (WIDTH == 4) {
-            Sums::template add_nibbles<DIGITS>(panel, BlockDigits{inputs}, block);
+            BlockDigits digits[TOKENS];
+            for (int t = 0; t < TOKENS; ++t) {
+                digits[t].digits = inputs[t];
+            }
+            Sums::template add_nibbles<DIGITS, TOKENS>(panel, digits, blocks);
         } else {
-            Sums::template add_bytes<DIGITS>(panel, BlockWords{inputs}, block);
+            BlockWords words[TOKENS];
+            for (int t = 0; t < TOKENS; ++t) {
+                words[t].words = inputs[t];
+            }
+            Sums::template add_bytes<DIGITS, TOKENS>(panel, words, blocks);
         }
         const uint8_t* scales = panel + code_bytes;
-        for (int v = 0; v < block.count; ++v) {
-            auto scale = R::halves(scales + 2 * R::lanes * v);
-            if constexpr (DIGITS == 2) {
-                scale = R::multiply(scale, R::set(unit_at(inputs)));
-            }
+        for (int v = 0; v < BlockSums<R>::count; ++v) {
+            const auto scale_of_all = R::halves(scales + 2 * R::lanes * v);
             const auto zero = R::halves(scales + 2 * (kPanelRows + R::lanes * v));
-            const auto codes =
-                R::multiply_add(R::floats(block.high[v]), R::set(high_unit(WIDTH)), R::floats(block.low[v]));
-            float* total = totals[b % kTotals] + R::lanes * v;
-            const auto centered = R::subtract_product(zero, R::set(sums[b]), codes);
-            R::store_floats(total, R::multiply_add(centered, scale, R::load_floats(total)));
-        }
-    }
-    const float peak = *reinterpret_cast<const float*>(prepared), step = DIGITS == 3 ? 1.0f / kPeak : 1.0f;
-    for (int32_t half = kTotals / 2; half > 0; half /= 2) {  // as lanes_total adds
-        for (int32_t i = 0; i < half; ++i) {
-            for (int32_t r = 0; r < kPanelRows; ++r) {
-                totals[i][r] += totals[i + half][r];
+            for (int t = 0; t < TOKENS; ++t) {
+                auto scale = scale_of_all;
+                if constexpr (DIGITS == 2) {
+                    scale = R::multiply(scale, R::set(unit_at(inputs[t])));
+                }
+                const auto codes =
+                    R::multiply_add(R::floats(blocks[t].high[v]), R::set(high_unit(WIDTH)), R::floats(blocks[t].low[v]));
+                float* total = totals[t][b % kTotals] + R::lanes * v;
+                const auto centered = R::subtract_product(zero, R::set(tokens[t].sums[b]), codes);
+                R::store_floats(total, R::multiply_add(centered, scale, R::load_floats(total)));
             }
         }
+        for (int t = 0; t < TOKENS; ++t) {
+            inputs[t] += input_bytes(WIDTH);
+        }
     }
-    for (int32_t r = 0; r < kPanelRows; ++r) {
-        out[r] = totals[0][r] * step * peak;
+    const float step = DIGITS == 3 ? 1.0f / kPeak : 1.0f;
+    for (int t = 0; t < TOKENS; ++t) {
+        auto& total = totals[t];
+        for (int32_t half = kTotals / 2; half > 0; half /= 2) {  // as lanes_total adds
+            for (int32_t i = 0; i < half; ++i) {
+                for (int32_t r = 0; r < kPanelRows; ++r) {
+                    total[i][r] += total[i + half][r];
+                }
+            }
+        }
+        for (int32_t r = 0; r < kPanelRows; ++r) {
+            tokens[t].out[r] = total[0][r] * step * tokens[t].peak;
+        }
     }
 }
 
@@ -212,12 +249,63 @@ void prepare_panel(const Part& part, const float* x, void* prepared) {
     prepare(part, x, prepared);
 }
 
-template <class R, class Sums, int DIGITS>
-void dot_panels(const Part& part, const uint8_t* panels, size_t stride, int32_t count, const void* prepared,
-                PanelAhead& ahead, float* out) {
-    const auto dot = part.width == 4 ? dot_panel<R, Sums, 4, DIGITS> : dot_panel<R, Sums, 8, DIGITS>;
+// Calls `some`(tokens, first) for all tokens, for as many at once as AT_ONCE and registers allow: 4, 2 or 1.
+template <int AT_ONCE, class Some>
+inline void by_tokens(int32_t num_tokens, Some& some) {
+    int32_t t = 0;
+    if constexpr (AT_ONCE >= 4) {
+        for (; t + 4 <= num_tokens; t += 4) {
+            some.template run<4>(t);
+        }
+    }
+    if constexpr (AT_ONCE >= 2) {
+        for (; t + 2 <= num_tokens; t += 2) {
+            some.template run<2>(t);
+        }
+    }
+    for (; t < num_tokens; ++t) {
+        some.template run<1>(t);
+    }
+}
+
+template <class R, class Sums, int WIDTH, int DIGITS>
+struct PanelDots {
+    const Part& part;
+    const uint8_t* panel;
+    const PanelToken* tokens;
+    PanelAhead& ahead;
+
+    template <int TOKENS>
+    void run(int32_t first) {
+        PanelAhead nothing;
+        dot_panel<R, Sums, WIDTH, DIGITS, TOKENS>(part, panel, first == 0 ? ahead : nothing, tokens + first);
+    }
+};
+
+template <class R, class Sums, int WIDTH, int DIGITS>
+void dot_panels_of(const Part& part, const uint8_t* panels, size_t stride, int32_t count, PanelToken* tokens,
+                   int32_t num_tokens, PanelAhead& ahead) {
     for (int32_t p = 0; p < count; ++p) {
-        dot(part, panels + p * stride, ahead, static_cast<const uint8_t*>(prepared), out + kPanelRows * p);
+        PanelDots<R, Sums, WIDTH, DIGITS> dots{part, panels + p * stride, tokens, ahead};
+        by_tokens<tokens_at_once(WIDTH, DIGITS)>(num_tokens, dots);
+        for (int32_t t = 0; t < num_tokens; ++t) {
+            tokens[t].out += kPanelRows;
+        }
+    }
+}
+
+template <class R, class Sums, int DIGITS>
+void dot_panels(const Part& part, const uint8_t* panels, size_t stride, int32_t count, const void* const* prepared,
+                float* const* outs, int32_t num_tokens, PanelAhead& ahead) {
+    const auto dot = part.width == 4 ? dot_panels_of<R, Sums, 4, DIGITS> : dot_panels_of<R, Sums, 8, DIGITS>;
+    PanelAhead nothing;
+    for (int32_t first = 0; first < num_tokens; first += kPanelTokens) {
+        PanelToken tokens[kPanelTokens];
+        const int32_t some = num_tokens - first < kPanelTokens ? num_tokens - first : kPanelTokens;
+        for (int32_t t = 0; t < some; ++t) {
+            tokens[t] = PanelToken(part, prepared[first + t], outs[first + t]);
+        }
+        dot(part, panels, stride, count, tokens, some, first == 0 ? ahead : nothing);
     }
 }
 
@@ -334,7 +422,7 @@ struct TileFactors {
 
     // `num_groups`: at most eight. zeros[g] += h * scale * zero. `top`: what the largest becomes.
     template <class ScalesOf>
-    TileFactors(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros, float top) {
+    void take(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros, float top) {
         __m256 factors[kMaxTile], peak = _mm256_set1_ps(kLeastPeak), zero_sum = _mm256_load_ps(zeros);
         __m256 faults = _mm256_setzero_ps();  // NaN where a factor is not finite
         const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -365,9 +453,9 @@ struct TileFactors {
 
 // The digits of a group's factors, as PanelInputs takes them.
 struct GroupDigits {
-    const TileFactors& factors;
+    const TileFactors* factors;
     int32_t lane;
-    const void* word(int k, int q) const { return &factors.digits[q][k][lane]; }
+    const void* word(int k, int q) const { return &factors->digits[q][k][lane]; }
 };
 
 // sum[c] += (high * 65536 + low) * unit, for the columns of a register.
@@ -395,8 +483,8 @@ void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
     const int32_t lines = num_rows * (ahead.num_bytes / kLineBytes + 1) / part.num_groups + 1;  // while a group is added
     for (int32_t first = 0; first < part.num_groups; first += kTotals) {
         const int32_t count = part.num_groups - first < kTotals ? part.num_groups - first : kTotals;
-        const TileFactors factors(ScalesOfRows{part, rows, first}, num_rows, count, h, sum + part.num_cols + first,
-                                  top_of(DIGITS));
+        TileFactors factors;
+        factors.take(ScalesOfRows{part, rows, first}, num_rows, count, h, sum + part.num_cols + first, top_of(DIGITS));
         for (int32_t lane = 0; lane < count; ++lane) {
             const int32_t group = first + lane;
             for (int32_t line = 0; line < lines; ++line) {
@@ -405,7 +493,7 @@ void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
                 }
                 prefetch.line();
             }
-            Sums::template add_group<DIGITS>(rows, num_rows, group, GroupDigits{factors, lane}, factors.units[lane],
+            Sums::template add_group<DIGITS>(rows, num_rows, group, GroupDigits{&factors, lane}, factors.units[lane],
                                              sum + group * kBlock);
         }
     }
@@ -416,26 +504,57 @@ void add_whole_rows(const Part& part, const uint8_t* const* rows, int32_t num_ro
 }
 
 template <class R, class Sums, int DIGITS>
-void add_panels(const Part& part, const uint8_t* tile, const float* h, PanelAhead& ahead, float* sum) {
-    for (int32_t first = 0; first < part.num_groups; first += kDownGroups) {
-        const int32_t count = part.num_groups - first < kDownGroups ? part.num_groups - first : kDownGroups;
-        const int32_t scale_bytes = 2 * 2 * kMaxTile * count;
-        const TileFactors factors(ScalesOfTile{tile, count}, kMaxTile, count, h, sum + part.num_cols + first,
-                                  top_of(DIGITS));
-        fetch(ahead, scale_bytes);
-        tile += scale_bytes;
-        for (int32_t lane = 0; lane < count; ++lane) {
-            float* to = sum + (first + lane) * kBlock;
-            for (int32_t col = 0; col < kBlock; col += kPanelRows, tile += kDownPanelBytes) {
-                fetch(ahead, kDownPanelBytes);
-                BlockSums<R> block;
-                Sums::template add_nibbles<DIGITS>(tile, GroupDigits{factors, lane}, block);
-                for (int v = 0; v < block.count; ++v) {
-                    add_columns<R>(block.low[v], block.high[v], factors.units[lane], to + col + R::lanes * v);
+struct PanelSums {
+    const Part& part;
+    const uint8_t* first_tile;
+    const float* h;
+    float* sums;
+    size_t floats;
+    PanelAhead& wanted;
+
+    template <int TOKENS>
+    void run(int32_t first_token) {
+        PanelAhead nothing, &ahead = first_token == 0 ? wanted : nothing;
+        const uint8_t* tile = first_tile;
+        const float* own_h = h + size_t(first_token) * kMaxTile;
+        float* own_sums = sums + first_token * floats;
+        for (int32_t first = 0; first < part.num_groups; first += kDownGroups) {
+            const int32_t count = part.num_groups - first < kDownGroups ? part.num_groups - first : kDownGroups;
+            const int32_t scale_bytes = 2 * 2 * kMaxTile * count;
+            TileFactors factors[TOKENS];
+            for (int t = 0; t < TOKENS; ++t) {
+                factors[t].take(ScalesOfTile{tile, count}, kMaxTile, count, own_h + t * kMaxTile,
+                                own_sums + t * floats + part.num_cols + first, top_of(DIGITS));
+            }
+            fetch(ahead, scale_bytes);
+            tile += scale_bytes;
+            for (int32_t lane = 0; lane < count; ++lane) {
+                GroupDigits digits[TOKENS];
+                for (int t = 0; t < TOKENS; ++t) {
+                    digits[t] = GroupDigits{factors + t, lane};
+                }
+                float* to = own_sums + (first + lane) * kBlock;
+                for (int32_t col = 0; col < kBlock; col += kPanelRows, tile += kDownPanelBytes) {
+                    fetch(ahead, kDownPanelBytes);
+                    BlockSums<R> blocks[TOKENS];
+                    Sums::template add_nibbles<DIGITS, TOKENS>(tile, digits, blocks);
+                    for (int t = 0; t < TOKENS; ++t) {
+                        for (int v = 0; v < BlockSums<R>::count; ++v) {
+                            add_columns<R>(blocks[t].low[v], blocks[t].high[v], factors[t].units[lane],
+                                           to + t * floats + col + R::lanes * v);
+                        }
+                    }
                 }
             }
         }
     }
+};
+
+template <class R, class Sums, int DIGITS>
+void add_panels(const Part& part, const uint8_t* tile, const float* h, int32_t num_tokens, PanelAhead& ahead,
+                float* sums, size_t floats) {
+    PanelSums<R, Sums, DIGITS> all{part, tile, h, sums, floats, ahead};
+    by_tokens<tokens_at_once(4, DIGITS)>(num_tokens, all);
 }
 
 size_t whole_sum_floats(const Part& part) { return round_up(size_t(part.num_cols), 16) + padded_groups(part); }

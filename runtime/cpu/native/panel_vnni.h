@@ -10,13 +10,17 @@ namespace {
 // has the first of the two for eight double words.
 template <class R, class Y>
 struct VnniSums {
-    template <int DIGITS, class Digits>
-    static void add_nibbles(const uint8_t* lines, const Digits& digits, BlockSums<R>& sums) {
-        constexpr int count = BlockSums<R>::count;
-        typename R::Ints of_low[count][DIGITS], of_high[count][DIGITS];  // apart, so that chains are shorter
-        for (int v = 0; v < count; ++v) {
-            for (int k = 0; k < DIGITS; ++k) {
-                of_low[v][k] = of_high[v][k] = R::zero();
+    template <int DIGITS, int TOKENS, class Digits>
+    static void add_nibbles(const uint8_t* lines, const Digits (&digits)[TOKENS], BlockSums<R> (&sums)[TOKENS]) {
+        constexpr int count = BlockSums<R>::count, chains = TOKENS == 1 ? 2 : 1;  // of a sum: shorter ones where registers allow
+        typename R::Ints of[TOKENS][count][DIGITS][chains];
+        for (auto& token : of) {
+            for (auto& rows : token) {
+                for (auto& digit : rows) {
+                    for (auto& chain : digit) {
+                        chain = R::zero();
+                    }
+                }
             }
         }
 #pragma GCC unroll 2
@@ -25,17 +29,26 @@ struct VnniSums {
             for (int v = 0; v < count; ++v) {
                 const auto codes = R::load(lines + j * kLineBytes + 4 * R::lanes * v);
                 const auto low = R::low_nibbles(codes), high = R::high_nibbles(codes);
+#pragma GCC unroll 4
+                for (int t = 0; t < TOKENS; ++t) {
 #pragma GCC unroll 3
-                for (int k = 0; k < DIGITS; ++k) {
-                    of_low[v][k] = R::dot_bytes(of_low[v][k], low, R::broadcast(digits.word(k, 2 * j)));
-                    of_high[v][k] = R::dot_bytes(of_high[v][k], high, R::broadcast(digits.word(k, 2 * j + 1)));
+                    for (int k = 0; k < DIGITS; ++k) {
+                        auto& to = of[t][v][k];
+                        to[0] = R::dot_bytes(to[0], low, R::broadcast(digits[t].word(k, 2 * j)));
+                        to[chains - 1] = R::dot_bytes(to[chains - 1], high, R::broadcast(digits[t].word(k, 2 * j + 1)));
+                    }
                 }
             }
         }
-        for (int v = 0; v < count; ++v) {
-            const auto middle = R::add(of_low[v][1], of_high[v][1]), lowest = R::add(of_low[v][0], of_high[v][0]);
-            sums.low[v] = R::add(R::times_256(middle), lowest);
-            sums.high[v] = DIGITS == 3 ? R::add(of_low[v][DIGITS - 1], of_high[v][DIGITS - 1]) : R::zero();
+        for (int t = 0; t < TOKENS; ++t) {
+            for (int v = 0; v < count; ++v) {
+                typename R::Ints whole[DIGITS];
+                for (int k = 0; k < DIGITS; ++k) {
+                    whole[k] = chains == 2 ? R::add(of[t][v][k][0], of[t][v][k][chains - 1]) : of[t][v][k][0];
+                }
+                sums[t].low[v] = R::add(R::times_256(whole[1]), whole[0]);
+                sums[t].high[v] = DIGITS == 3 ? whole[DIGITS - 1] : R::zero();
+            }
         }
     }
 
@@ -88,13 +101,15 @@ struct VnniSums {
         }
     }
 
-    template <int DIGITS>
-    static void add_bytes(const uint8_t* lines, const BlockWords& words, BlockSums<R>& sums) {
-        constexpr int count = BlockSums<R>::count;
-        typename R::Ints low[count][2], high[count][2];
-        for (int v = 0; v < count; ++v) {
-            for (int i = 0; i < 2; ++i) {
-                low[v][i] = high[v][i] = R::zero();
+    template <int DIGITS, int TOKENS>
+    static void add_bytes(const uint8_t* lines, const BlockWords (&words)[TOKENS], BlockSums<R> (&sums)[TOKENS]) {
+        constexpr int count = BlockSums<R>::count, chains = TOKENS == 1 ? 2 : 1;
+        typename R::Ints low[TOKENS][count][chains], high[TOKENS][count][chains];
+        for (int t = 0; t < TOKENS; ++t) {
+            for (int v = 0; v < count; ++v) {
+                for (int i = 0; i < chains; ++i) {
+                    low[t][v][i] = high[t][v][i] = R::zero();
+                }
             }
         }
 #pragma GCC unroll 2
@@ -103,17 +118,23 @@ struct VnniSums {
             for (int v = 0; v < count; ++v) {
                 const auto codes = R::load(lines + j * kLineBytes + 4 * R::lanes * v);
                 const auto even = R::even_bytes(codes), odd = R::odd_bytes(codes);
-                low[v][0] = R::dot_words(low[v][0], even, R::broadcast(words.even_low(j)));
-                low[v][1] = R::dot_words(low[v][1], odd, R::broadcast(words.odd_low(j)));
-                if constexpr (DIGITS == 3) {
-                    high[v][0] = R::dot_words(high[v][0], even, R::broadcast(words.even_high(j)));
-                    high[v][1] = R::dot_words(high[v][1], odd, R::broadcast(words.odd_high(j)));
+#pragma GCC unroll 4
+                for (int t = 0; t < TOKENS; ++t) {
+                    auto &l = low[t][v], &h = high[t][v];
+                    l[0] = R::dot_words(l[0], even, R::broadcast(words[t].even_low(j)));
+                    l[chains - 1] = R::dot_words(l[chains - 1], odd, R::broadcast(words[t].odd_low(j)));
+                    if constexpr (DIGITS == 3) {
+                        h[0] = R::dot_words(h[0], even, R::broadcast(words[t].even_high(j)));
+                        h[chains - 1] = R::dot_words(h[chains - 1], odd, R::broadcast(words[t].odd_high(j)));
+                    }
                 }
             }
         }
-        for (int v = 0; v < count; ++v) {
-            sums.low[v] = R::add(low[v][0], low[v][1]);
-            sums.high[v] = R::add(high[v][0], high[v][1]);
+        for (int t = 0; t < TOKENS; ++t) {
+            for (int v = 0; v < count; ++v) {
+                sums[t].low[v] = chains == 2 ? R::add(low[t][v][0], low[t][v][chains - 1]) : low[t][v][0];
+                sums[t].high[v] = chains == 2 ? R::add(high[t][v][0], high[t][v][chains - 1]) : high[t][v][0];
+            }
         }
     }
 };

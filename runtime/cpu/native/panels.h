@@ -14,6 +14,7 @@
 namespace moe_pack {
 
 constexpr int32_t kPanelRows = 16;
+constexpr int32_t kPanelTokens = 8;  // of a call whose expert is in panels
 constexpr int32_t kPanelScaleBytes = 2 * 2 * kPanelRows;  // of a block: scales and zeros
 
 inline int32_t panel_block_bytes(const Part& part) { return part.width * 8 * kPanelRows + kPanelScaleBytes; }
@@ -94,16 +95,17 @@ struct PanelKernels {
     size_t (*prepared_bytes)(const Part& part);
     void (*prepare)(const Part& part, const float* x, void* prepared);
 
-    // out[r]: the rows of `count` panels, `stride` bytes apart, times a token.
-    void (*dot)(const Part& part, const uint8_t* panels, size_t stride, int32_t count, const void* prepared,
-                PanelAhead& ahead, float* out);
+    // outs[t][r]: the rows of `count` panels, `stride` bytes apart, times token t, as if it were alone.
+    void (*dot)(const Part& part, const uint8_t* panels, size_t stride, int32_t count, const void* const* prepared,
+                float* const* outs, int32_t num_tokens, PanelAhead& ahead);
 
     // The rest is of parts of 4 bits, of experts whose neurons all run (`can_panel` of their layout): kernels of the
-    // same names in Kernels, for rows as they lie, and the sum of a tile of down rows in panels, kMaxTile of them, with
-    // its prefetch. Both give the same bits.
+    // same names in Kernels, for rows as they lie, and the sum of a tile of down rows in panels, kMaxTile of them, for
+    // tokens whose sums are `floats` apart. Both give the same bits.
     decltype(Kernels::dot_rows) dot_rows;
     decltype(Kernels::add_rows) add_rows;
-    void (*add)(const Part& part, const uint8_t* tile, const float* h, PanelAhead& ahead, float* sum);
+    void (*add)(const Part& part, const uint8_t* tile, const float* h, int32_t num_tokens, PanelAhead& ahead,
+                float* sums, size_t floats);
     decltype(Kernels::sum_floats) sum_floats;
     decltype(Kernels::finish_sum) finish_sum;
 

@@ -15,38 +15,47 @@ inline void stay(__m256i& sum) { asm("" : "+x"(sum)); }
 
 struct Avx2Sums {
     // Sums of int16 are at most 8 * 2 * 15 * 128.
-    template <int DIGITS, class Digits>
-    static void add_nibbles(const uint8_t* lines, const Digits& digits, BlockSums<Ymm>& sums) {
+    template <int DIGITS, int TOKENS, class Digits>
+    static void add_nibbles(const uint8_t* lines, const Digits (&digits)[TOKENS], BlockSums<Ymm> (&sums)[TOKENS]) {
         for (int half = 0; half < 2; ++half) {
-            __m256i pairs[2][DIGITS];
-            for (int k = 0; k < DIGITS; ++k) {
-                pairs[0][k] = pairs[1][k] = _mm256_setzero_si256();
+            __m256i pairs[TOKENS][2][DIGITS];
+            for (int t = 0; t < TOKENS; ++t) {
+                for (int k = 0; k < DIGITS; ++k) {
+                    pairs[t][0][k] = pairs[t][1][k] = _mm256_setzero_si256();
+                }
             }
-#pragma GCC unroll 1
-            for (int j = 4 * half; j < 4 * half + 4; ++j) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                const int j = 4 * half + i;
                 const __m256i first = load_bytes(lines + j * kLineBytes), second = load_bytes(lines + j * kLineBytes + 32);
                 const __m256i low[2] = {Ymm::low_nibbles(first), Ymm::low_nibbles(second)};
                 const __m256i high[2] = {Ymm::high_nibbles(first), Ymm::high_nibbles(second)};
+#pragma GCC unroll 4
+                for (int t = 0; t < TOKENS; ++t) {
 #pragma GCC unroll 3
-                for (int k = 0; k < DIGITS; ++k) {
-                    const __m256i of_low = Ymm::broadcast(digits.word(k, 2 * j));
-                    const __m256i of_high = Ymm::broadcast(digits.word(k, 2 * j + 1));
+                    for (int k = 0; k < DIGITS; ++k) {
+                        const __m256i of_low = Ymm::broadcast(digits[t].word(k, 2 * j));
+                        const __m256i of_high = Ymm::broadcast(digits[t].word(k, 2 * j + 1));
 #pragma GCC unroll 2
-                    for (int v = 0; v < 2; ++v) {
-                        const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(low[v], of_low),
-                                                              _mm256_maddubs_epi16(high[v], of_high));
-                        pairs[v][k] = _mm256_add_epi16(pairs[v][k], both);
-                        stay(pairs[v][k]);
+                        for (int v = 0; v < 2; ++v) {
+                            const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(low[v], of_low),
+                                                                  _mm256_maddubs_epi16(high[v], of_high));
+                            pairs[t][v][k] = _mm256_add_epi16(pairs[t][v][k], both);
+                            stay(pairs[t][v][k]);
+                        }
                     }
                 }
             }
             const __m256i ones = _mm256_set1_epi16(1), to_middle = _mm256_set1_epi16(256);
-            for (int v = 0; v < 2; ++v) {
-                const __m256i fine = _mm256_add_epi32(_mm256_madd_epi16(pairs[v][1], to_middle),
-                                                      _mm256_madd_epi16(pairs[v][0], ones));
-                const __m256i coarse = DIGITS == 3 ? _mm256_madd_epi16(pairs[v][DIGITS - 1], ones) : Ymm::zero();
-                sums.low[v] = half == 0 ? fine : _mm256_add_epi32(sums.low[v], fine);
-                sums.high[v] = half == 0 ? coarse : _mm256_add_epi32(sums.high[v], coarse);
+            for (int t = 0; t < TOKENS; ++t) {
+                for (int v = 0; v < 2; ++v) {
+                    const __m256i* of = pairs[t][v];
+                    const __m256i fine =
+                        _mm256_add_epi32(_mm256_madd_epi16(of[1], to_middle), _mm256_madd_epi16(of[0], ones));
+                    const __m256i coarse = DIGITS == 3 ? _mm256_madd_epi16(of[DIGITS - 1], ones) : Ymm::zero();
+                    sums[t].low[v] = half == 0 ? fine : _mm256_add_epi32(sums[t].low[v], fine);
+                    sums[t].high[v] = half == 0 ? coarse : _mm256_add_epi32(sums[t].high[v], coarse);
+                }
             }
         }
     }
@@ -114,33 +123,39 @@ struct Avx2Sums {
         }
     }
 
-    template <int DIGITS>
-    static void add_bytes(const uint8_t* lines, const BlockWords& words, BlockSums<Ymm>& sums) {
-        for (int v = 0; v < 2; ++v) {
-            sums.low[v] = sums.high[v] = _mm256_setzero_si256();
+    template <int DIGITS, int TOKENS>
+    static void add_bytes(const uint8_t* lines, const BlockWords (&words)[TOKENS], BlockSums<Ymm> (&sums)[TOKENS]) {
+        for (int t = 0; t < TOKENS; ++t) {
+            for (int v = 0; v < 2; ++v) {
+                sums[t].low[v] = sums[t].high[v] = _mm256_setzero_si256();
+            }
         }
 #pragma GCC unroll 1
         for (int j = 0; j < kBlock / 4; ++j) {
-            const __m256i even_low = Ymm::broadcast(words.even_low(j)), odd_low = Ymm::broadcast(words.odd_low(j));
-            __m256i even_high, odd_high;
-            if constexpr (DIGITS == 3) {
-                even_high = Ymm::broadcast(words.even_high(j));
-                odd_high = Ymm::broadcast(words.odd_high(j));
-            }
+            __m256i even[2], odd[2];
 #pragma GCC unroll 2
             for (int v = 0; v < 2; ++v) {
                 const __m256i codes = load_bytes(lines + j * kLineBytes + 32 * v);
-                const __m256i even = Ymm::even_bytes(codes), odd = Ymm::odd_bytes(codes);
-                const __m256i low = _mm256_add_epi32(_mm256_madd_epi16(even, even_low), _mm256_madd_epi16(odd, odd_low));
-                sums.low[v] = _mm256_add_epi32(sums.low[v], low);
-                stay(sums.low[v]);
-                if constexpr (DIGITS == 3) {
-                    const __m256i high =
-                        _mm256_add_epi32(_mm256_madd_epi16(even, even_high), _mm256_madd_epi16(odd, odd_high));
-                    sums.high[v] = _mm256_add_epi32(sums.high[v], high);
-                    stay(sums.high[v]);
-                }
+                even[v] = Ymm::even_bytes(codes);
+                odd[v] = Ymm::odd_bytes(codes);
             }
+#pragma GCC unroll 4
+            for (int t = 0; t < TOKENS; ++t) {
+                add_words(even, odd, words[t].even_low(j), words[t].odd_low(j), sums[t].low);
+                if constexpr (DIGITS == 3) add_words(even, odd, words[t].even_high(j), words[t].odd_high(j), sums[t].high);
+            }
+        }
+    }
+
+  private:
+    static void add_words(const __m256i even[2], const __m256i odd[2], const void* even_words, const void* odd_words,
+                          __m256i sums[2]) {
+        const __m256i of_even = Ymm::broadcast(even_words), of_odd = Ymm::broadcast(odd_words);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+            const __m256i both = _mm256_add_epi32(_mm256_madd_epi16(even[v], of_even), _mm256_madd_epi16(odd[v], of_odd));
+            sums[v] = _mm256_add_epi32(sums[v], both);
+            stay(sums[v]);
         }
     }
 };

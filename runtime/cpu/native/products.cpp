@@ -138,13 +138,14 @@ void Products::run_rows(const Product& mine, int32_t first, int32_t count, int n
 void Products::run_panels(const Product& mine, int32_t first, int32_t count, int next) const {
     const size_t stride = (size_t)kPanelRows * mine.layout().row_bytes;
     const uint8_t *panels = panel_in(mine.row(first)), *end = panels + count / kPanelRows * stride;
+    const void* prepared[kPreparedTokens];
+    float* outs[kPreparedTokens];
     for (int32_t t = 0; t < num_at_once_; t++) {
-        PanelAhead ahead;
-        if (t == 0) ahead = PanelAhead(panels, end, first_row(next));
-        pool_.kernels().panels->dot(mine.part(), panels, stride, count / kPanelRows,
-                                    mine.prepared + t * mine.prepared_bytes, ahead,
-                                    mine.out + (size_t)(first_token_ + t) * mine.matrix->num_rows + first);
+        prepared[t] = mine.prepared + t * mine.prepared_bytes;
+        outs[t] = mine.out + (size_t)(first_token_ + t) * mine.matrix->num_rows + first;
     }
+    PanelAhead ahead(panels, end, first_row(next));
+    pool_.kernels().panels->dot(mine.part(), panels, stride, count / kPanelRows, prepared, outs, num_at_once_, ahead);
 }
 
 const uint8_t* Products::first_row(int item) const {

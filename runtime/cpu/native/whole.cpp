@@ -41,12 +41,8 @@ class TilePass {
             dot(*placed, at, is_selector ? selector_ahead_ : records_ahead_);
             at += panel_bytes(placed->part) * (kMaxTile / kPanelRows);
         }
-        for (int32_t t = 0; t < call_.num_tokens; t++) {
-            activate(t);
-            PanelAhead nothing;
-            panels_.add(layout_.down.part, records, h_ + t * kMaxTile, t == 0 ? records_ahead_ : nothing,
-                        sums + t * floats);
-        }
+        for (int32_t t = 0; t < call_.num_tokens; t++) activate(t);
+        panels_.add(layout_.down.part, records, h_, call_.num_tokens, records_ahead_, sums, floats);
     }
 
   private:
@@ -59,12 +55,13 @@ class TilePass {
 
     void dot(const PlacedPart& placed, const uint8_t* at, PanelAhead& ahead) {
         const bool is_gate = &placed == &layout_.gate;
+        const void* prepared[kPanelTokens];
+        float* outs[kPanelTokens];
         for (int32_t t = 0; t < call_.num_tokens; t++) {
-            const Inputs& inputs = call_.inputs[t];
-            PanelAhead nothing;
-            panels_.dot(placed.part, at, panel_bytes(placed.part), kMaxTile / kPanelRows, is_gate ? inputs.gate : inputs.up,
-                        t == 0 ? ahead : nothing, (is_gate ? gate_ : up_) + t * kMaxTile);
+            prepared[t] = is_gate ? call_.inputs[t].gate : call_.inputs[t].up;
+            outs[t] = (is_gate ? gate_ : up_) + t * kMaxTile;
         }
+        panels_.dot(placed.part, at, panel_bytes(placed.part), kMaxTile / kPanelRows, prepared, outs, call_.num_tokens, ahead);
     }
 
     // h of a token, as FewTokens has it: `a` of the selector that is zero leaves its neuron out.
