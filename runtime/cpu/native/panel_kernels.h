@@ -51,6 +51,15 @@ inline void fetch(PanelAhead& ahead, int32_t num_bytes) {
     ahead.pass(num_bytes);
 }
 
+// Lines that a kernel prefetches one by one as it goes: the 17 of a block of 8 bits all at once would wait for each other.
+// Where nothing is wanted, its own.
+inline const uint8_t* wanted(PanelAhead& ahead, const uint8_t* own, int32_t num_bytes) {
+    const uint8_t* lines = ahead.at;
+    if (lines == nullptr) return own;
+    ahead.pass(num_bytes);
+    return lines;
+}
+
 // Sums of a block's products with 16 rows: high * high_unit(WIDTH) + low.
 template <class R>
 struct BlockSums {
@@ -180,7 +189,8 @@ struct PanelToken {
 
 // Each token's sums are those that it has alone.
 template <class R, class Sums, int WIDTH, int DIGITS, int TOKENS>
-void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const PanelToken* tokens) {
+void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& all_ahead, const PanelToken* tokens) {
+    PanelAhead ahead = all_ahead;  // in registers
     constexpr int32_t code_bytes = WIDTH * 8 * kPanelRows, block_bytes = code_bytes + kPanelScaleBytes;
     alignas(64) float totals[TOKENS][kTotals][kPanelRows] = {};
     const int8_t* inputs[TOKENS];
@@ -188,9 +198,9 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const 
         inputs[t] = tokens[t].inputs;
     }
     for (int32_t b = 0; b < part.num_groups; ++b, panel += block_bytes) {
-        fetch(ahead, block_bytes);
         BlockSums<R> blocks[TOKENS];
         if constexpr (WIDTH == 4) {
+            fetch(ahead, block_bytes);
             BlockDigits digits[TOKENS];
             for (int t = 0; t < TOKENS; ++t) {
                 digits[t].digits = inputs[t];
@@ -201,7 +211,9 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const 
             for (int t = 0; t < TOKENS; ++t) {
                 words[t].words = inputs[t];
             }
-            Sums::template add_bytes<DIGITS, TOKENS>(panel, words, blocks);
+            const uint8_t* soon = wanted(ahead, panel, block_bytes);
+            Sums::template add_bytes<DIGITS, TOKENS>(panel, soon, words, blocks);
+            __builtin_prefetch(soon + code_bytes);
         }
         const uint8_t* scales = panel + code_bytes;
         for (int v = 0; v < BlockSums<R>::count; ++v) {
@@ -223,6 +235,7 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& ahead, const 
             inputs[t] += input_bytes(WIDTH);
         }
     }
+    all_ahead = ahead;
     const float step = DIGITS == 3 ? 1.0f / kPeak : 1.0f;
     for (int t = 0; t < TOKENS; ++t) {
         auto& total = totals[t];

@@ -102,7 +102,8 @@ struct VnniSums {
     }
 
     template <int DIGITS, int TOKENS>
-    static void add_bytes(const uint8_t* lines, const BlockWords (&words)[TOKENS], BlockSums<R> (&sums)[TOKENS]) {
+    static void add_bytes(const uint8_t* lines, const uint8_t* soon, const BlockWords (&words)[TOKENS],
+                          BlockSums<R> (&sums)[TOKENS]) {
         constexpr int count = BlockSums<R>::count, chains = TOKENS == 1 ? 2 : 1;
         typename R::Ints low[TOKENS][count][chains], high[TOKENS][count][chains];
         for (int t = 0; t < TOKENS; ++t) {
@@ -114,6 +115,7 @@ struct VnniSums {
         }
 #pragma GCC unroll 2
         for (int j = 0; j < kBlock / 4; ++j) {
+            __builtin_prefetch(soon + j * kLineBytes);
 #pragma GCC unroll 2
             for (int v = 0; v < count; ++v) {
                 const auto codes = R::load(lines + j * kLineBytes + 4 * R::lanes * v);

@@ -124,7 +124,8 @@ struct Avx2Sums {
     }
 
     template <int DIGITS, int TOKENS>
-    static void add_bytes(const uint8_t* lines, const BlockWords (&words)[TOKENS], BlockSums<Ymm> (&sums)[TOKENS]) {
+    static void add_bytes(const uint8_t* lines, const uint8_t* soon, const BlockWords (&words)[TOKENS],
+                          BlockSums<Ymm> (&sums)[TOKENS]) {
         for (int t = 0; t < TOKENS; ++t) {
             for (int v = 0; v < 2; ++v) {
                 sums[t].low[v] = sums[t].high[v] = _mm256_setzero_si256();
@@ -132,6 +133,7 @@ struct Avx2Sums {
         }
 #pragma GCC unroll 1
         for (int j = 0; j < kBlock / 4; ++j) {
+            __builtin_prefetch(soon + j * kLineBytes);
             __m256i even[2], odd[2];
 #pragma GCC unroll 2
             for (int v = 0; v < 2; ++v) {
