@@ -114,7 +114,7 @@ bench-streaming: $(INSTALLED)
 	$(BIN)/python $(BENCH)/offloading.py parts --folder $(BENCH_PACKS)
 
 bench-serving: $(INSTALLED)
-	$(BIN)/python $(BENCH)/serving.py --folder $(BENCH_PACKS) $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) $(LLAMA)
+	$(BIN)/python $(BENCH)/serving.py --folder $(BENCH_PACKS) $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER))
 	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS)
 	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS) --budget 15M
 

@@ -21,6 +21,7 @@ from moe_pack.formats import Pack, gguf
 from moe_pack.formats.pack.manifests import COPIED_FILES
 from moe_pack.formats.pack.safetensors import StoredTensor
 from moe_pack.formats.parts import DenseRole
+from moe_pack.runtime.model import Operations
 
 GGUF_BYTES = 45 << 30  # the hub's limit of a file is 50 GB
 _FILE_TYPES: Mapping[GgufType, int] = {
@@ -112,10 +113,12 @@ def _units(
             by_layer.setdefault(place.layer, []).append(place)
         elif isinstance(place, gguf.ConstantPlacement):
             stored = place.name, "F32", place.shape
-            yield weights.ExportUnit(place.name, (stored,), partial(_put_constant, place))
+            yield weights.ExportUnit(place.name, (stored,), partial(put_constant, place))
         else:
             stored = place.name, _type_of(place.is_matrix, False, place.shape[-1], kind), place.shape
-            yield weights.ExportUnit(place.name, (stored,), partial(_put_dense, source, place, stored))
+            yield weights.ExportUnit(
+                place.name, (stored,), partial(put_dense, source.pack, source.operations, place, stored)
+            )
     for layer, each in by_layer.items():
         stored_ones = tuple(
             (place.name, _type_of(not place.is_bias, True, place.shape[-1], kind), place.shape) for place in each
@@ -124,14 +127,21 @@ def _units(
         yield weights.ExportUnit(f"layer {layer}, all experts", stored_ones, put_all)
 
 
-def _put_constant(place: gguf.ConstantPlacement, put: weights.Put) -> None:
+def put_constant(place: gguf.ConstantPlacement, put: weights.Put) -> None:
+    """Puts a tensor whose values follow from the model's spec."""
     put(place.name, 0, gguf.encode_rows(place.values[None], "F32").reshape(-1))
 
 
-def _put_dense(source: weights.PackSource, place: gguf.Placement, stored: StoredTensor, put: weights.Put) -> None:
+def put_dense(
+    pack: Pack, operations: Operations, place: gguf.Placement, stored: StoredTensor, put: weights.Put
+) -> None:
+    """Puts a dense tensor, some rows after the other.
+
+    Args:    stored: its name, GGML type and shape.
+    """
     name, kind, shape = stored
     num_cols, num_rows = shape[-1], int(np.prod(shape[:-1], dtype=np.int64))
-    rows = _reordered(_rows_of(source, place), place)
+    rows = _reordered(_rows_of(pack, operations, place), place)
     step, row_bytes = max(_BLOCK_BYTES // (4 * num_cols), 1), gguf.tensor_bytes(kind, shape[-1:])
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
@@ -158,10 +168,10 @@ def _put_experts(
             put(name, expert * len(raw), raw)
 
 
-def _rows_of(source: weights.PackSource, place: gguf.Placement) -> weights.Rows:
+def _rows_of(pack: Pack, operations: Operations, place: gguf.Placement) -> weights.Rows:
     """Returns rows of the roles as matrices with the tensor's columns."""
-    dense = {each.role.name: each for each in source.pack.layout.dense}
-    parts = [(role, weights.dense_rows(source.pack, dense[role.name], source.operations)) for role in place.roles]
+    dense = {each.role.name: each for each in pack.layout.dense}
+    parts = [(role, weights.dense_rows(pack, dense[role.name], operations)) for role in place.roles]
     if len(parts) == 1 and len(parts[0][0].shape) == 2:
         return parts[0][1]
     whole = torch.cat([_whole(role, rows).reshape(-1, place.shape[-1]) for role, rows in parts])

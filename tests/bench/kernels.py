@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from benchlib import figure, finish, folder_option, json_option, moe_pack, table
 from benchlib.ggml import Ggml
-from benchlib.llama import Llama, llama_option, make_gguf
+from benchlib.gguf_files import DEFAULT_TYPE, EXPERT_TYPES, make_gguf
+from benchlib.llama import Llama, llama_option
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -393,6 +394,7 @@ _SHAPES = {
     "mixtral": Shape("mixtral-8x7b", 2),
     "qwen3": Shape("qwen3-30b-a3b", 4),
     "olmoe": Shape("olmoe-1b-7b", 4),
+    "qwen3.6": Shape("qwen3.6-35b-a3b", 4),
 }
 Numerics = Literal["exact", "fast", "fastest"]
 _DIGITS: dict[Numerics, int] = {"exact": 0, "fast": 2, "fastest": 1}
@@ -551,6 +553,9 @@ def run_rounds(
 @click.option("--layers", type=click.IntRange(1), help="Decoder layers.  [default: mixtral 2, the others 4]")
 @click.option("--vocab", default=4096, show_default=True, type=click.IntRange(64), help="Tokens known.")
 @click.option("--numerics", multiple=True, type=click.Choice(list(_DIGITS)), default=("exact",), show_default=True)
+@click.option(
+    "--llama-type", default=DEFAULT_TYPE, show_default=True, type=click.Choice(EXPERT_TYPES), help="Of its experts."
+)
 @click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="Best instruction set of ours.")
 @click.option("--task", "tasks", multiple=True, type=click.Choice(_TASKS), default=_TASKS, show_default=True)
 @json_option
@@ -569,6 +574,7 @@ def decode_command(
     layers: int | None,
     vocab: int,
     numerics: tuple[Numerics, ...],
+    llama_type: str,
     limit: InstructionSet | None,
     tasks: tuple[Task, ...],
     as_json: bool,
@@ -576,9 +582,9 @@ def decode_command(
     """Times decode and prefill of some layers of random weights, all in memory, against llama.cpp.
 
     Our packs (selector `up`, group 64) and a GGUF of the same layers, head and embedding: experts in Q4_0, 4.5 bits a
-    weight as ours, the rest in Q8_0, 8.5 bits, or with --dense-bits 4 in Q4_0. Packs of a sparsity share their experts.
-    One program works while the others wait; of each round every program decodes and prefills the same random tokens. Of
-    a prefill only the last token's logits are asked for. Medians over rounds.
+    weight as ours, or in another type, the rest in Q8_0, 8.5 bits, or with --dense-bits 4 in Q4_0. Packs of a sparsity
+    share their experts. One program works while the others wait; of each round every program decodes and prefills the
+    same random tokens. Of a prefill only the last token's logits are asked for. Medians over rounds.
     """
     speeds, facts = list[Speed](), dict[str, object]()
     for name in models or _SHAPES:
@@ -600,8 +606,8 @@ def decode_command(
             ]
             spec = next(iter(packs.values())).spec
             if llama_python:
-                gguf = make_gguf(synthetic_pack(shape, "4", dense_bits, place), llama_python)
-                llama = Llama(llama_python, gguf, spec, context)
+                gguf = make_gguf(synthetic_pack(shape, "4", dense_bits, place), llama_type)
+                llama = Llama(llama_python, gguf, context)
                 stack.callback(llama.close)
                 programs.append(llama)
                 facts[name] = llama.facts

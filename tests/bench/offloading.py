@@ -24,7 +24,8 @@ from benchlib.confined import (
     run_llama,
     run_ours,
 )
-from benchlib.llama import llama_option, make_gguf
+from benchlib.gguf_files import make_gguf
+from benchlib.llama import llama_option
 from benchlib.packs import CORM, EDGEMOE, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
 from benchlib.parts_side import Parts
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
@@ -214,7 +215,7 @@ def speed_command(
     by_gguf: dict[tuple[Path, int], LlamaRuns] = {}
     for name in packs:
         pack = make_pack(name, folder)
-        gguf = make_gguf(pack, llama_python) if llama_python else None
+        gguf = make_gguf(pack) if llama_python else None
         total = pack_bytes(pack)
         for budget in map(read_size, budgets) if budgets else [int(share * total) for share in shares]:
             share, place = budget / total, f"{name}, {budget / total:.0%}"

@@ -1,6 +1,6 @@
 """How many tokens a second a server makes for several requests at once, against llama.cpp's server at equal bytes.
 
-    python tests/bench/serving.py --llama-server PATH --llama-python PYTHON
+    python tests/bench/serving.py --llama-server PATH
     python tests/bench/serving.py --budget-share 0.25
 
 Requests begin at the same time, each with random tokens as its prompt, and decode greedily. The servers are started for
@@ -29,7 +29,7 @@ import click
 import numpy as np
 from benchlib import figure, finish, folder_option, json_option, table
 from benchlib.confined import SPARE_BYTES, MemoryCgroup, drop_page_cache, tree_anonymous_bytes
-from benchlib.llama import make_gguf
+from benchlib.gguf_files import make_gguf
 from benchlib.packs import SYNTHETIC, make_pack
 
 from moe_pack.formats import Pack
@@ -181,21 +181,18 @@ def measured(
 @click.option("--budget-share", type=click.FloatRange(0.01, 1), help="Of the pack's bytes.  [default: all in memory]")
 @click.option("--substitute", is_flag=True, help="Measure --substitute 0.3 too, which changes answers.")
 @click.option("--llama-server", type=click.Path(path_type=Path, exists=True), help="[default: llama.cpp is left out]")
-@click.option(
-    "--llama-python", type=click.Path(path_type=Path, exists=True), help="With gguf and numpy, to write GGUFs."
-)
 @click.option("--seed", default=0, show_default=True)
 @folder_option
 @json_option
 def main(
     packs: tuple[str, ...], numbers: tuple[int, ...], rounds: int, prompt_tokens: int, decode_tokens: int, threads: int,
-    numerics: str, budget_share: float | None, substitute: bool, llama_server: Path | None, llama_python: Path | None,
+    numerics: str, budget_share: float | None, substitute: bool, llama_server: Path | None,
     seed: int, folder: Path, as_json: bool,
 ) -> None:  # fmt: skip
     found = list[Served]()
     for name in packs:
         pack = make_pack(name, folder)
-        gguf = make_gguf(pack, llama_python) if llama_server and llama_python else None
+        gguf = make_gguf(pack) if llama_server else None
         total = sum(path.stat().st_size for path in pack.iterdir())
         budget = None if budget_share is None else int(budget_share * total)
         servers = [OURS, *([SUBSTITUTING] if substitute else []), *([LLAMA] if gguf else [])]

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ import llama_cuda
 import numpy as np
 import pytest
 import torch
-from benchlib import llama_side
-from benchlib.llama_side import Dimensions, Given, write_gguf
+from benchlib import gguf_files
 from click import ClickException
 from gpu import llama
 from gpu.llama import LlamaRun, cpu_layers, read_speed
 from gpu.measuring import Clock, Results, setting
 from gpu.runs import compact
 from support.cases import case
+from support.models import PackMaker
 
+from moe_pack.formats import Pack
 from moe_pack.formats.families import model_spec
+from moe_pack.formats.gguf import ExpertPlacement, Placement, gguf_model, tensor_bytes
+from moe_pack.runtime.model import PackWeights
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -170,21 +173,15 @@ def test_the_archive_has_the_program_its_libraries_and_the_writer_of_models(tmp_
 
 def gpu_bytes(model: str, num_cpu_layers: int) -> int:
     """Returns the bytes of the matrices that llama.cpp keeps on the GPU, by the names and shapes of a GGUF."""
-    spec = model_spec(model, None)
-    dimensions = Dimensions(**llama_dimensions(model))
-    assert dimensions.num_hidden_layers == spec.num_hidden_layers
     total = 0
-    for name, shape, is_quantized in dimensions.tensors():
-        layer = int(name.split(".")[1]) if name.startswith("blk.") else -1
-        on_cpu = name.startswith("token_embd") or ("_exps" in name and layer < num_cpu_layers)
-        total += 0 if on_cpu else prod(shape) * 18 // 32 if is_quantized else 4 * prod(shape)
+    for place in gguf_model(model_spec(model, None)).placements:
+        layer = int(place.name.split(".")[1]) if place.name.startswith("blk.") else -1
+        is_expert = isinstance(place, ExpertPlacement)
+        if place.name.startswith("token_embd") or (is_expert and layer < num_cpu_layers):
+            continue
+        is_matrix = is_expert or (isinstance(place, Placement) and place.is_matrix)
+        total += tensor_bytes("Q4_0" if is_matrix else "F32", place.shape)
     return total
-
-
-def llama_dimensions(model: str) -> dict[str, Any]:
-    command = llama.llama_command(Path("python"), Path("gguf"), model_spec(model, None), 1)
-    found: dict[str, Any] = json.loads(command[command.index("--dimensions") + 1])
-    return found
 
 
 def test_as_few_layers_as_fit_the_budget_have_their_experts_on_the_cpu() -> None:
@@ -205,26 +202,40 @@ def test_as_few_layers_as_fit_the_budget_have_their_experts_on_the_cpu() -> None
 # --- synthetic models
 
 
-def test_a_synthetic_model_has_every_tensor_with_weights_of_its_deviation(
+def test_a_synthetic_file_has_every_tensor_with_weights_of_its_deviation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama_side, "_POOL_BYTES", 1 << 14)  # matrices are made of several pieces
-    router = torch.randn(8, 128, generator=torch.Generator().manual_seed(0)).numpy()
-    np.save(tmp_path / "blk.1.ffn_gate_inp.weight.npy", router)
-    dimensions = Dimensions("llama", 2, 128, 96, 8, 2, 4, 2, 32, 500, 1e-5, 1e4)
-    write_gguf(tmp_path / "model.gguf", dimensions, Given(tmp_path, {"ffn_up_exps": 0.5}))
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    assert set(found) == {name for name, _, _ in dimensions.tensors()}
-    for name, shape, _ in dimensions.tensors():
-        with case(name):
-            values = gguf.quants.dequantize(found[name].data, found[name].tensor_type)
-            assert values.shape == shape
-            expected = {"token_embd": 5.12, "ffn_up_exps": 0.5}.get(name.split(".")[-2], 0.02)
-            if name == "blk.1.ffn_gate_inp.weight":
-                assert np.array_equal(values, router)
-            else:
+    monkeypatch.setattr(gguf_files, "_POOL_BYTES", 1 << 14)  # matrices are made of several pieces
+    spec = replace(model_spec("mixtral-8x7b", 1, 512), hidden_size=256)
+    spec = replace(spec, expert=replace(spec.expert, intermediate_size=512))
+    for expert_type in gguf_files.EXPERT_TYPES:
+        gguf_files.write_gguf(tmp_path / "model.gguf", spec, "Q8_0", expert_type)
+        found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+        places = gguf_model(spec).placements
+        assert set(found) == {place.name for place in places}
+        for place in places:
+            with case((expert_type, place.name)):
+                values = gguf.quants.dequantize(found[place.name].data, found[place.name].tensor_type)
+                assert values.shape == place.shape
+                assert found[place.name].tensor_type.name == expert_type or "exps" not in place.name
+                expected = 5.12 if place.name.startswith("token_embd") else 0.02
                 assert float(values.std()) == pytest.approx(expected, rel=0.2)
-                assert float(values.mean()) == pytest.approx(float("norm" in name), abs=expected / 2)
+                assert float(values.mean()) == pytest.approx(float("norm" in place.name), abs=expected / 2)
+
+
+def test_a_file_of_a_pack_has_its_dense_tensors(demo_pack: PackMaker) -> None:
+    """Those that `export` writes, which is tested against transformers."""
+    pack = demo_pack("none", 4)
+    file = gguf_files.make_gguf(pack)
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    with Pack(pack) as opened:
+        router = PackWeights(opened, CPU).matrix("layers.1.router").rows(0, opened.spec.router.num_experts)
+        deviation = float(torch.cat([block.up for block in PackWeights(opened, CPU).expert(0, 0).blocks()]).std())
+    assert np.array_equal(found["blk.1.ffn_gate_inp.weight"].data, router.float().numpy())
+    experts = found["blk.0.ffn_up_exps.weight"]
+    values = gguf.quants.dequantize(experts.data, experts.tensor_type)
+    assert float(values.std()) == pytest.approx(deviation, rel=0.1)
+    assert gguf_files.make_gguf(pack) == file
 
 
 # --- llama-bench

@@ -339,7 +339,7 @@ def run_llama(program: str, llama_python: Path, gguf: Path, pack: Path, task: Ta
         generator.integers(spec.vocab_size, size=n).tolist() for n in (task.prompt_tokens, task.decode_tokens)
     )
     asked = {"prompt": prompt, "tokens": tokens, "at_once": False, "threads": task.threads}
-    command = llama_command(llama_python, gguf, spec, task.prompt_tokens + task.decode_tokens, mapped=True)
+    command = llama_command(llama_python, gguf, task.prompt_tokens + task.decode_tokens, mapped=True)
     drop_page_cache(gguf.parent)
     back_free_memory(limit_bytes)
     with MemoryCgroup(limit_bytes) as cgroup:

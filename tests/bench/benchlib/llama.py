@@ -1,9 +1,4 @@
-"""llama.cpp as a comparison: GGUFs of our packs, a process that decodes them, and experts in its types.
-
-A GGUF has its pack's routers, embedding, attention and norms, in Q4_0 where the pack has 4 bit and in Q8_0 where it has
-8, and random experts of the same size and deviation: tokens go to experts as in the pack, some often, some seldom. Of
-the experts that 24 random tokens chose in each layer, 91 to 98% were the pack's own choices; at OLMoE's dimensions, 16
-layers, 92 to 96% (llama-cpp-python 0.3.36).
+"""llama.cpp as a comparison: a process that decodes a GGUF, and experts in its types.
 
 The importance matrix of experts is llama-imatrix's, by its definition: for each expert and column the mean square of
 what the matrix is multiplied with, over the tokens that go to that expert, of those sequences of the calibration text
@@ -11,7 +6,6 @@ whose inputs a profile keeps; 1 where no token does.
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,33 +15,14 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from benchlib.packs import SPARSE
 from moe_pack.calib.profile import Profile
-from moe_pack.formats import ModelSpec, NeuronFunction, Pack, dense_roles
+from moe_pack.formats import NeuronFunction
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
-from moe_pack.runtime.model import CheckpointWeights, Expert, NeuronBlock, PackWeights, activations
+from moe_pack.runtime.model import CheckpointWeights, Expert, NeuronBlock, activations
 
 _SIDE = Path(__file__).with_name("llama_side.py")
-_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmoe": "olmoe"}  # llama.cpp's, by our family
-# llama.cpp's names of what a decoder layer has, and of the rest.
-_LAYER_NAMES = {
-    "attention_norm": "attn_norm",
-    "attention.q": "attn_q",
-    "attention.k": "attn_k",
-    "attention.v": "attn_v",
-    "attention.o": "attn_output",
-    "attention.q_norm": "attn_q_norm",
-    "attention.k_norm": "attn_k_norm",
-    "mlp_norm": "ffn_norm",
-    "router": "ffn_gate_inp",
-}
-_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
-
-
 # Weights a block of those of at most 4.5 bits a weight: rows are made of whole blocks. With Q4_0 and MXFP4, which are
 # there for rows that hold no blocks of 256.
 _BLOCKS = {
@@ -86,8 +61,8 @@ class Llama:
 
     name = "llama.cpp"
 
-    def __init__(self, python: Path, gguf: Path, spec: ModelSpec, context: int) -> None:
-        command = llama_command(python, gguf, spec, context)
+    def __init__(self, python: Path, gguf: Path, context: int) -> None:
+        command = llama_command(python, gguf, context)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.facts: dict[str, Any] = json.loads(self._line())
 
@@ -114,97 +89,10 @@ class Llama:
         return line
 
 
-def llama_command(python: Path, gguf: Path, spec: ModelSpec, context: int, mapped: bool = False) -> list[str]:
-    """Returns the command line of `llama_side.py serve` on a GGUF of these dimensions."""
-    command = [str(python), str(_SIDE), "serve", str(gguf), "--dimensions", json.dumps(_dimensions(spec))]
+def llama_command(python: Path, gguf: Path, context: int, mapped: bool = False) -> list[str]:
+    """Returns the command line of `llama_side.py serve` on a GGUF."""
+    command = [str(python), str(_SIDE), "serve", str(gguf)]
     return [*command, "--context", str(context), *(["--mapped"] if mapped else [])]
-
-
-def _dimensions(spec: ModelSpec) -> dict[str, object]:
-    """Returns what `llama_side.Dimensions` has."""
-    attention = spec.attention
-    assert isinstance(attention, GroupedQuerySpec), "all these families have grouped queries"
-    return {
-        "arch": _ARCHITECTURES[spec.family],
-        "num_hidden_layers": spec.num_hidden_layers,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.expert.intermediate_size,
-        "num_experts": spec.router.num_experts,
-        "num_experts_per_tok": spec.router.num_experts_per_tok,
-        "num_heads": attention.num_heads,
-        "num_kv_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "vocab_size": spec.vocab_size,
-        "rms_norm_eps": spec.norm.eps,
-        "rope_theta": spec.rotation.theta,
-    }
-
-
-def make_gguf(pack: Path, llama_python: Path) -> Path:
-    """Returns a synthetic pack's GGUF in the same folder, made unless it is there; the Python has gguf and numpy.
-
-    A pack of which some neurons do not run has the GGUF of the pack of which all run: llama.cpp runs all of both.
-    """
-    with Pack(pack) as opened:
-        widths = {dense.format.width for dense in opened.manifest.dense}
-    dense_type = "Q8_0" if widths == {8} else "Q4_0"
-    types = "Q4_0" if dense_type == "Q4_0" else f"{dense_type}-Q4_0"
-    path = pack.with_name(f"{pack.name.removesuffix(SPARSE)}-{types}.gguf")
-    if path.exists():
-        return path
-    click.echo(f"making {path}", err=True)
-    given = path.with_suffix(".given")
-    shutil.rmtree(given, ignore_errors=True)
-    given.mkdir()
-    try:
-        with Pack(pack) as opened:
-            weights = PackWeights(opened, torch.device("cpu"))
-            _write_given(weights, given)
-            deviations = json.dumps(_deviations(weights))
-        command = [*llama_command(llama_python, path, opened.spec, 1), "--write-only"]
-        command += ["--given", str(given), "--deviations", deviations, "--dense-type", dense_type]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    finally:
-        shutil.rmtree(given)
-    return path
-
-
-def _write_given(weights: PackWeights, folder: Path) -> None:
-    """Every dense tensor in a file of llama.cpp's name."""
-    for role in dense_roles(weights.spec):
-        np.save(folder / f"{_llama_name(role)}.npy", _dense(weights, role))
-
-
-def _llama_name(role: DenseRole) -> str:
-    layer, _, name = role.name.removeprefix("layers.").partition(".")
-    return f"blk.{layer}.{_LAYER_NAMES[name]}.weight" if name else f"{_NAMES[role.name]}.weight"
-
-
-def _dense(weights: PackWeights, role: DenseRole) -> NDArray[np.floating]:
-    if len(role.shape) == 1:
-        return weights.vector(role.name).numpy()
-    values = weights.matrix(role.name).rows(0, role.shape[0])
-    name = role.name.rpartition(".")[2]
-    if weights.spec.family == "mixtral" and name in ("q", "k"):
-        values = _interleaved(values, weights.spec)
-    # float16 is wider than what the matrix was stored in
-    return values.half().numpy() if role.quantizable else values.float().numpy()
-
-
-def _interleaved(rows: Tensor, spec: ModelSpec) -> Tensor:
-    """Queries or keys [h * head_dim, d] as llama.cpp rotates them: neighbours, where ours are half a head apart."""
-    attention = spec.attention
-    assert isinstance(attention, GroupedQuerySpec), "of these families"
-    halves = rows.view(-1, 2, attention.head_dim // 2, rows.shape[1])  # [h, half, head_dim / 2, d]
-    return halves.transpose(1, 2).reshape(rows.shape)
-
-
-def _deviations(weights: PackWeights) -> dict[str, float]:
-    """Of the weights of experts, by llama.cpp's names: those of the first."""
-    blocks = list(weights.expert(0, 0).blocks())
-    gates = [block.gate for block in blocks if block.gate is not None]
-    matrices = {"gate": gates, "up": [block.up for block in blocks], "down": [block.down for block in blocks]}
-    return {f"ffn_{name}_exps": float(torch.cat(parts).std()) for name, parts in matrices.items()}
 
 
 def llama_types(*columns: int) -> tuple[str, ...]:
