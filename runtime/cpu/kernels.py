@@ -380,6 +380,12 @@ class Kernels:
         self.call("activate", None if gate is None else _array(gate), _array(up), *function_numbers(function), out)
         return y
 
+    def scale_by_sigmoid(self, y: Tensor, logits: Tensor) -> Tensor:
+        """Computes `y * sigmoid(logits)` for y float32 [T, d] and logits float32 [T, 1]."""
+        scaled = y.clone(memory_format=torch.contiguous_format)
+        self.call("scale_by_sigmoid", _array(logits), scaled.numpy(), y.shape[1])
+        return scaled
+
     def call(self, name: str, *arguments: object) -> Any:
         """Calls a native function with the threads. Raises MapCutError if a file was cut while its map was read."""
         assert _native is not None and self._pool is not None, "kernels are open"

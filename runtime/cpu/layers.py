@@ -66,14 +66,15 @@ class LayerVectors(NamedTuple):
 class LayerMatrices(NamedTuple):
     """The dense matrices of a layer, in the order of `set_layer`."""
 
-    q: LayerMatrix
-    k: LayerMatrix
-    v: LayerMatrix
-    o: LayerMatrix
+    q: LayerMatrix | None  # None: Python runs the first half; and so are the next
+    k: LayerMatrix | None
+    v: LayerMatrix | None
+    o: LayerMatrix | None
     router: LayerMatrix | None  # None: the layer does not route
     up: LayerMatrix | None  # None: nothing runs for every token
     gate: LayerMatrix | None
     down: LayerMatrix | None
+    shared_router: LayerMatrix | None  # [1, d], of a gated shared expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class LayerFacts:
     """Facts of a layer's computation, apart from its weights."""
 
     hidden_size: int
-    attention: GroupedQuerySpec
+    attention: GroupedQuerySpec | None  # None: Python runs the first half
     window: int | None  # the most positions that a token sees; None: all
     interleaved: bool
     eps: float
@@ -92,9 +93,12 @@ class LayerFacts:
 
     def numbers(self) -> Numbers:
         """Returns the whole numbers in the order of `LayerNumber` in module_decode.cpp."""
-        of, router = self.attention, self.router
-        numbers = [self.hidden_size, of.num_heads, of.num_kv_heads, of.head_dim, self.window or 0]
-        numbers += [of.chunked and self.window is not None, self.interleaved, of.qk_norm == "projection"]
+        of, router, numbers = self.attention, self.router, [self.hidden_size]
+        if of is None:
+            numbers += [1, 1, 1, 0, 0, 0, 0]
+        else:
+            numbers += [of.num_heads, of.num_kv_heads, of.head_dim, self.window or 0]
+            numbers += [of.chunked and self.window is not None, self.interleaved, of.qk_norm == "projection"]
         numbers += [*function_numbers(self.function), router_number(router), router.num_experts]
         return np.array([*numbers, router.num_experts_per_tok, router.n_group, router.topk_group], np.int32)
 
@@ -102,7 +106,8 @@ class LayerFacts:
         """Returns the other numbers in the order of `LayerFloat` in module_decode.cpp."""
         router = self.router
         least_sum = self.least_sum if router.normalize else -1.0
-        of_layer = [self.attention.scale, self.eps, self.residual_multiplier]
+        scale = 1.0 if self.attention is None else self.attention.scale
+        of_layer = [scale, self.eps, self.residual_multiplier]
         return np.array([*of_layer, least_sum, router.scaling_factor, router.jitter], np.float32)
 
 
@@ -156,7 +161,8 @@ class NativeLayers:
         """Computes consecutive layers until one has chosen an expert that is not set; that one is left as by `begin`.
 
         Args:    arrays: `unrouted` is there whether it is used or not; `experts` and `weights` are of all layers with a
-                 router, one after the other.   steps: angles and caches of each layer.
+                 router, one after the other.   steps: angles and caches of each layer, empty where
+                 Python has run its first half.
         Returns: how many layers are complete.
         Raises:  LayerCutError if rows are mapped from a file that was cut.
         """

@@ -1,9 +1,10 @@
 """Layers of a decoder as native calls.
 
 A call computes a standard layer whole: grouped-query attention, rms norms, a router, routed experts in memory, and a
-shared or dense expert. Consecutive ones are one call. If only a layer's first half is standard, or its experts are not
-in memory, its call ends after the router, or before it, and Python goes on with `layers`. All other layers are computed
-by `layers` alone, which is the reference; a call gives the same bits.
+shared or dense expert. Consecutive ones are one call. If only a layer's second half is standard, as in hybrid models,
+its call computes that. If only the first half is, or experts are not in memory, the call ends after the router, or
+before it, and Python goes on with `layers`. All other layers are computed by `layers` alone, which is the reference; a
+call gives the same bits.
 """
 
 from contextlib import suppress
@@ -30,6 +31,8 @@ from moe_pack.runtime.model.pack_weights import MappedPackWeights
 _PREPARED_AT_ONCE = 2  # experts whose panels are made, or wait for that, so that the thread never waits
 
 _Step = tuple[cpu.Floats, cpu.Floats, cpu.SequenceCaches]  # angles and caches of a layer
+_NO_FLOATS = np.empty(0, np.float32)
+_Neurons = tuple[cpu.LayerMatrix | None, cpu.LayerMatrix | None, cpu.LayerMatrix | None]  # up, gate and down
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class BegunLayer:
 class _Kind:
     """The extent of a layer's call."""
 
-    spec: parts.GroupedQuerySpec
+    spec: parts.GroupedQuerySpec | None  # None: Python runs the first half
     is_rotated: bool
     num_chosen: int
     routes: bool  # the router's choice
@@ -127,6 +130,8 @@ class LayerCalls:
         kind = self._kind(layer)
         if kind is None or len(x) > passes.MAX_CALL_TOKENS * batch.num_sequences:
             return None
+        if kind.spec is None:
+            return self._run_span(batch.add_attention(x, layer), layer, batch)
         caches = batch.caches(layer)
         if not _fits(kind.spec, caches, len(x)):
             return None
@@ -148,6 +153,11 @@ class LayerCalls:
             kind = self._kind(layer)
             if kind is None or not kind.completes or (span and spec.ngrams_of(layer) is not None):
                 break
+            if kind.spec is None:
+                if layer > first:
+                    break
+                span.append((kind, (_NO_FLOATS, _NO_FLOATS, [])))
+                continue
             caches = batch.caches(layer)
             if not _fits(kind.spec, caches, num_tokens):
                 break
@@ -230,30 +240,34 @@ class LayerCalls:
         """Sets a layer on the native side, as much of it as is standard."""
         weights, spec, role = self._weights, self._weights.spec, f"layers.{layer}"
         attention = spec.attention_of(layer)
-        if not isinstance(attention, parts.GroupedQuerySpec) or not _is_standard(weights, layer, attention):
+        if not _has_standard_norms(weights, layer):
             return None
-        q, k, v, o = (_projection(weights, layer, name, attention) for name in parts.PROJECTIONS)
-        if q is None or k is None or v is None or o is None:
-            return None
+        q = k = v = o = standard = None
+        if isinstance(attention, parts.GroupedQuerySpec) and _is_standard(weights, layer, attention):
+            q, k, v, o = (_projection(weights, layer, name, attention) for name in parts.PROJECTIONS)
+            if q is None or k is None or v is None or o is None:
+                return None
+            standard = attention
         has_experts = layer in self._layer_idx
         router = None
         if has_experts and _routes(weights, layer):
             bias = f"{role}.router_logit_bias" if spec.router.logit_bias else None
             router = _matrix(weights, f"{role}.router", bias)
-        neurons, has_unrouted = _unrouted(weights, layer)
+        neurons, shared_router, has_unrouted = _unrouted(weights, layer)
         kind = _Kind(
-            attention,
-            attention.rotates(layer),
+            standard,
+            standard is not None and standard.rotates(layer),
             spec.router.num_experts_per_tok,
             router is not None,
             has_unrouted,
             neurons[0] is not None,
             has_unrouted and (not has_experts or (router is not None and self._runs_experts(layer))),
         )
-        vectors = _vectors(weights, layer, attention, self._layer_idx.get(layer) if kind.completes else None)
-        self._native.set(
-            layer, _facts(weights, layer, attention), vectors, cpu.LayerMatrices(q, k, v, o, router, *neurons)
-        )
+        if standard is None and not kind.completes:
+            return None
+        vectors = _vectors(weights, layer, standard, self._layer_idx.get(layer) if kind.completes else None)
+        matrices = cpu.LayerMatrices(q, k, v, o, router, *neurons, shared_router)
+        self._native.set(layer, _facts(weights, layer, standard), vectors, matrices)
         return kind
 
     def _runs_experts(self, layer: int) -> bool:
@@ -268,12 +282,16 @@ class LayerCalls:
 # ---- what is standard -----------------------------------------------------------------------------------------------
 
 
-def _is_standard(weights: Weights, layer: int, attention: parts.GroupedQuerySpec) -> bool:
-    """Returns whether a call computes a layer's first half, and the norm of its second."""
+def _has_standard_norms(weights: Weights, layer: int) -> bool:
+    """Returns whether a layer has two halves, which norm hidden states and add to them as calls do."""
     spec = weights.spec
-    if spec.residual is not None or spec.norm.kind != "rms" or spec.encoder is not None:
-        return False
-    if not spec.has_first(layer) or not spec.has_second(layer) or spec.mixer_of(layer) is not None:
+    is_plain = spec.residual is None and spec.norm.kind == "rms" and spec.encoder is None
+    return is_plain and spec.has_first(layer) and spec.has_second(layer)
+
+
+def _is_standard(weights: Weights, layer: int, attention: parts.GroupedQuerySpec) -> bool:
+    """Returns whether a call computes what a layer's first half has between its norm and its sum."""
+    if weights.spec.mixer_of(layer) is not None:
         return False
     is_plain = attention.temperature is None and attention.gate is None and attention.indexer is None
     is_plain = is_plain and not (attention.gated or attention.keys_as_values or attention.v_norm)
@@ -353,33 +371,33 @@ def _matrix(weights: Weights, role: str, bias: str | None = None) -> cpu.LayerMa
     return cpu.LayerMatrix(product.layout, product.rows, None if bias is None else weights.vector(bias).numpy())
 
 
-def _unrouted(
-    weights: Weights, layer: int
-) -> tuple[tuple[cpu.LayerMatrix | None, cpu.LayerMatrix | None, cpu.LayerMatrix | None], bool]:
-    """Returns up, gate and down of a shared or dense expert, and whether a call computes all that is there."""
-    spec, nothing = weights.spec, (None, None, None)
+def _unrouted(weights: Weights, layer: int) -> tuple[_Neurons, cpu.LayerMatrix | None, bool]:
+    """Returns a shared or dense expert, the shared one's router, and whether a call computes all that is there."""
+    spec, nothing, shared_router = weights.spec, (None, None, None), None
     if layer in spec.moe_layers:
         if spec.shared_expert is None:
-            return nothing, True
+            return nothing, None, True
         if spec.shared_expert.gated:
-            return nothing, False
+            shared_router = _matrix(weights, f"layers.{layer}.shared_router")
+            if shared_router is None:
+                return nothing, None, False
     name = "shared" if layer in spec.moe_layers else "mlp"
     role = f"layers.{layer}.{name}"
     up, down = _matrix(weights, f"{role}.up"), _matrix(weights, f"{role}.down")
     has_gate = "gate" in spec.expert.matrices
     gate = _matrix(weights, f"{role}.gate") if has_gate else None
     if up is None or down is None or (has_gate and gate is None):
-        return nothing, False
-    return (up, gate, down), True
+        return nothing, None, False
+    return (up, gate, down), shared_router, True
 
 
-def _facts(weights: Weights, layer: int, attention: parts.GroupedQuerySpec) -> cpu.LayerFacts:
+def _facts(weights: Weights, layer: int, attention: parts.GroupedQuerySpec | None) -> cpu.LayerFacts:
     spec = weights.spec
     return cpu.LayerFacts(
         spec.hidden_size,
         attention,
-        attention.window(layer),
-        shared.is_interleaved(spec, layer),
+        None if attention is None else attention.window(layer),
+        attention is not None and shared.is_interleaved(spec, layer),
         spec.norm.eps,
         spec.residual_multiplier,
         spec.router,
@@ -389,11 +407,11 @@ def _facts(weights: Weights, layer: int, attention: parts.GroupedQuerySpec) -> c
 
 
 def _vectors(
-    weights: Weights, layer: int, attention: parts.GroupedQuerySpec, layer_idx: int | None
+    weights: Weights, layer: int, attention: parts.GroupedQuerySpec | None, layer_idx: int | None
 ) -> cpu.LayerVectors:
     """Returns the vectors of a layer. `layer_idx`: of a MoE layer whose experts the call runs."""
     spec, role = weights.spec, f"layers.{layer}"
-    normed, router = attention.qk_norm != "none", spec.router
+    normed, router = attention is not None and attention.qk_norm != "none", spec.router
     has_bias = router.bias and layer in spec.moe_layers and layer not in router.table_layers
     rotation = None if layer_idx is None else weights.rotation(layer_idx)
     return cpu.LayerVectors(
@@ -401,7 +419,7 @@ def _vectors(
         weights.vector(f"{role}.mlp_norm").numpy(),
         weights.vector(f"{role}.attention.q_norm").numpy() if normed else None,
         weights.vector(f"{role}.attention.k_norm").numpy() if normed else None,
-        weights.vector(f"{role}.attention.sinks").numpy() if attention.sinks else None,
+        weights.vector(f"{role}.attention.sinks").numpy() if attention is not None and attention.sinks else None,
         weights.vector(f"{role}.router_bias").numpy() if has_bias else None,
         None if rotation is None else rotation.input.numpy(),
         None if rotation is None else rotation.output.numpy(),

@@ -276,7 +276,8 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | Non
     x = x if own is None else x * own
     output = run_dense_expert(x, weights, f"{role}.shared", function)
     if spec.shared_expert.gated:
-        output = output * torch.sigmoid(matrices.linear(x, weights.matrix(f"{role}.shared_router")))
+        logits = matrices.linear(x, weights.matrix(f"{role}.shared_router"))
+        output = weights.operations.scale_by_sigmoid(output, logits)
     return output
 
 

@@ -1,6 +1,7 @@
 #include "layers.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -96,12 +97,13 @@ Outcome run_attention(Pool& pool, const LayerWeights& layer, const LayerPass& pa
 Outcome run_inputs(Pool& pool, const LayerWeights& layer, const LayerPass& pass, LayerRoom& room) {
     const size_t tokens = pass.num_tokens, f = layer.up.num_rows;
     float *logits = room.take(tokens * layer.router.num_rows), *marks = room.take(4 * (size_t)layer.router.num_rows);
-    float *up = room.take(tokens * f), *gate = room.take(tokens * f);
+    float *up = room.take(tokens * f), *gate = room.take(tokens * f), *shares = room.take(tokens);
     norm_rows(pool, pass.x, layer.mlp_norm, pass.num_tokens, layer.d, layer.eps, pass.inputs);
     Products products(pool, pass.inputs, pass.num_tokens);
     products.add(layer.router, logits);
     products.add(layer.up, up);
     products.add(layer.gate, gate);
+    products.add(layer.shared_router, shares);
     Outcome found = products.run();
     if (found != Outcome::done) return found;
     if (layer.router.rows != nullptr) {
@@ -115,7 +117,10 @@ Outcome run_inputs(Pool& pool, const LayerWeights& layer, const LayerPass& pass,
     if (found != Outcome::done) return found;
     Products output(pool, up, pass.num_tokens);
     output.add(layer.down, pass.unrouted);
-    return output.run();
+    found = output.run();
+    if (found == Outcome::done && layer.shared_router.rows != nullptr)
+        scale_by_sigmoid(shares, pass.num_tokens, layer.d, pass.unrouted);
+    return found;
 }
 
 // ---- experts ------------------------------------------------------------------------------------------------------
@@ -214,10 +219,10 @@ float* LayerRoom::take(size_t num_floats) {
 
 Outcome run_first_half(Pool& pool, const LayerWeights& layer, const LayerPass& pass, LayerRoom& room) {
     const size_t attention = 2 * (size_t)layer.d + 2 * (size_t)layer.q.num_rows + 2 * (size_t)layer.k.num_rows;
-    const size_t inputs = layer.router.num_rows + 2 * (size_t)layer.up.num_rows;
+    const size_t inputs = 1 + layer.router.num_rows + 2 * (size_t)layer.up.num_rows;
     const size_t num_floats = pass.num_tokens * std::max(attention, inputs) + 4 * (size_t)layer.router.num_rows;
     if (!room.reset(num_floats, 6)) return Outcome::no_memory;
-    Outcome found = run_attention(pool, layer, pass, room);
+    Outcome found = layer.q.rows == nullptr ? Outcome::done : run_attention(pool, layer, pass, room);
     if (found != Outcome::done) return found;
     room.reset(num_floats, 6);
     return run_inputs(pool, layer, pass, room);
@@ -243,6 +248,13 @@ Outcome run_second_half(Pool& pool, const LayerWeights& layer, const LayerPass& 
     for (size_t i = 0; pass.unrouted != nullptr && i < count; i++) y[i] += pass.unrouted[i];
     add_residual(y, count, layer.factor, pass.x);
     return Outcome::done;
+}
+
+void scale_by_sigmoid(const float* logits, int32_t num_tokens, int32_t d, float* y) {
+    for (int32_t t = 0; t < num_tokens; t++) {
+        const float share = 1.0f / (1.0f + std::exp(-logits[t]));
+        for (int32_t c = 0; c < d; c++) y[(size_t)t * d + c] *= share;
+    }
 }
 
 // ---- neurons ------------------------------------------------------------------------------------------------------

@@ -34,10 +34,11 @@ struct LayerWeights {
     float scale, eps, factor;    // factor: of what a half adds
     const float *attention_norm, *mlp_norm;    // [d]
     const float *q_norm, *k_norm, *sinks;      // or null
-    DenseMatrix q, k, v, o;
+    DenseMatrix q, k, v, o;      // none: Python has run the first half
     DenseMatrix router;          // none: Python routes, or the layer has no experts
     RouterWork routing;          // what depends on tokens is left out
     DenseMatrix up, gate, down;  // what runs for every token: the shared expert, or a dense one; or none
+    DenseMatrix shared_router;   // a row, the sigmoid of whose product scales the shared expert; or none
     ExpertLayout unrouted;       // its neuron function, and whether it has a gate
     std::vector<LayerExpert> experts;
     const float *rotation_in, *rotation_out, *hartley;  // of rotated layers, as in RotationWork; or null
@@ -79,7 +80,7 @@ class LayerRoom {
     size_t size_ = 0, used_ = 0;
 };
 
-// The first half, the norm of the second, its router, and what runs for every token.
+// The first half, if it has attention, the norm of the second, its router, and what runs for every token.
 Outcome run_first_half(Pool& pool, const LayerWeights& layer, const LayerPass& pass, LayerRoom& room);
 
 // Whether all experts that were chosen are set.
@@ -87,6 +88,9 @@ bool are_set(const LayerWeights& layer, const LayerPass& pass);
 
 // The rest: routed experts, which are all set, and the residual sum.
 Outcome run_second_half(Pool& pool, const LayerWeights& layer, const LayerPass& pass, LayerRoom& room);
+
+// y[t] *= sigmoid(logits[t]), for y [tokens, d].
+void scale_by_sigmoid(const float* logits, int32_t num_tokens, int32_t d, float* y);
 
 // out[i] = h of neuron i from `up` and `gate`, n values each; without a gate it is null.
 Outcome activate(Pool& pool, const ExpertLayout& layout, const float* gate, const float* up, size_t n, float* out);

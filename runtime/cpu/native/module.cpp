@@ -549,6 +549,7 @@ PyMethodDef methods[] = {
      "recur(pool, q, k, v, log_decay, rate, recurrent, out, num_key_heads, num_heads, keys, values)"},
     {"convolve", caught<convolve_channels>, METH_VARARGS, "convolve(pool, x, kernel, bias, state, out, taps)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
+    {"scale_by_sigmoid", caught<scale_rows>, METH_VARARGS, "scale_by_sigmoid(pool, logits, y, d)"},
     {"activate", caught<activate_neurons>, METH_VARARGS, "activate(pool, gate, up, function, limit_bits, out)"},
     {"open_layers", caught<open_layers>, METH_VARARGS, "open_layers(num_layers) -> capsule"},
     {"set_layer", caught<set_layer>, METH_VARARGS, "set_layer(layers, layer, numbers, floats, vectors, matrices)"},

@@ -13,7 +13,7 @@ namespace {
 constexpr const char* kLayersName = "moe_pack.runtime.cpu._native.Layers";
 constexpr int kMaxLayers = 1 << 16, kMaxHeads = 1 << 16, kMaxRouted = 1 << 20;
 constexpr int32_t kMaxWidth = 1 << 24;  // of heads together: a token's queries
-constexpr int kNumVectors = 9, kNumMatrices = 8;
+constexpr int kNumVectors = 9, kNumMatrices = 9;
 
 // In the order in which Python gives them.
 enum LayerNumber { kD, kHeads, kKvHeads, kHeadDim, kWindow, kIsChunked, kInterleaved, kNormsProjections, kFunction,
@@ -134,19 +134,25 @@ struct GivenLayer {
     }
     bool take_matrices(PyObject* tuple) {
         LayerWeights& w = weights;
-        DenseMatrix* const found[] = {&w.q, &w.k, &w.v, &w.o, &w.router, &w.up, &w.gate, &w.down};
-        const char* const names[] = {"q", "k", "v", "o", "router", "up", "gate", "down"};
+        DenseMatrix* const found[] = {&w.q,  &w.k,    &w.v,    &w.o,            &w.router,
+                                      &w.up, &w.gate, &w.down, &w.shared_router};
+        const char* const names[] = {"q", "k", "v", "o", "router", "up", "gate", "down", "shared_router"};
         const size_t d = w.d, width = (size_t)w.num_heads * w.head_dim, kv_width = (size_t)w.num_kv_heads * w.head_dim;
-        if (PyTuple_Size(tuple) != kNumMatrices) return refuse("matrices", "expected eight") != nullptr;
+        if (PyTuple_Size(tuple) != kNumMatrices) return refuse("matrices", "expected nine") != nullptr;
         for (int i = 0; i < kNumMatrices; i++) {
             const size_t num_cols = i == 3 ? width : i == 7 ? 0 : d;
             if (!matrices[i].take(PyTuple_GetItem(tuple, i), names[i], num_cols, found[i])) return false;
             has_panels |= found[i]->rows != nullptr && found[i]->layout.in_panels;
-            if (i < 4 && !has_size(names[i], found[i]->num_rows, i == 0 ? width : i == 3 ? d : kv_width)) return false;
+            if (i < 4 && (found[i]->rows == nullptr) != (w.q.rows == nullptr))
+                return refuse(names[i], "all four of attention, or none") != nullptr;
+            if (i < 4 && found[i]->rows != nullptr && !has_size(names[i], found[i]->num_rows, i == 0 ? width : i == 3 ? d : kv_width)) return false;
         }
         w.unrouted.gate.place = w.gate.rows == nullptr ? Place::none : Place::record;
         if ((w.up.rows == nullptr) != (w.down.rows == nullptr) || (w.gate.rows != nullptr && w.up.rows == nullptr))
             return refuse("up", "with down, or neither") != nullptr;
+        if (w.shared_router.rows != nullptr && w.down.rows == nullptr)
+            return refuse("shared_router", "with down, or neither") != nullptr;
+        if (w.shared_router.rows != nullptr && !has_size("shared_router", w.shared_router.num_rows, 1)) return false;
         if (w.down.rows == nullptr) return true;
         return has_size("down", w.down.num_rows, d) &&
                has_size("down", w.down.layout.part.part.num_cols, w.up.num_rows) &&
@@ -317,6 +323,7 @@ struct GivenPass {
 
     bool take_caches(const LayerWeights& layer, PyObject* list) {
         const Py_ssize_t count = PyList_Size(list);
+        if (layer.q.rows == nullptr) return count == 0 || refuse("caches", "the layer has no attention") != nullptr;
         if (count < 1 || count > pass.num_tokens || pass.num_tokens % count)
             return refuse("caches", "not equally many tokens of each sequence") != nullptr;
         if (layer.is_chunked && count != pass.num_tokens)
@@ -531,6 +538,22 @@ PyObject* end_layer(PyObject*, PyObject* arguments) {
     return unlocked([&] {
         std::lock_guard<std::mutex> lock(given->one_call);
         return run_second_half(*pool, layer->weights, taken.pass, given->room);
+    });
+}
+
+PyObject* scale_rows(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *shares, *outputs;
+    int d;
+    if (!PyArg_ParseTuple(arguments, "OOOi:scale_by_sigmoid", &capsule, &shares, &outputs, &d)) return nullptr;
+    Buffer<const float> logits;
+    Buffer<float> y;
+    if (pool_of(capsule) == nullptr || !logits.take(shares, "logits") || !y.take(outputs, "y", true)) return nullptr;
+    int32_t tokens;
+    if (d < 1 || d > kMaxCols) return refuse("d", "out of range");
+    if (!count_tokens("y", y.size(), d, &tokens) || !has_size("logits", logits.size(), tokens)) return nullptr;
+    return unlocked([&] {
+        scale_by_sigmoid(logits.values(), tokens, d, y.values());
+        return Outcome::done;
     });
 }
 

@@ -94,6 +94,10 @@ class Operations:
         """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
         return neuron_of(function).h(gate, up)
 
+    def scale_by_sigmoid(self, y: Tensor, logits: Tensor) -> Tensor:
+        """Returns `y * sigmoid(logits)` for y float32 [T, d] and logits float32 [T, 1]."""
+        return y * torch.sigmoid(logits)
+
     def convolve(
         self,
         x: Tensor,
@@ -235,6 +239,9 @@ class NativeOperations(Operations):
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         return self.kernels.activate(gate, up, function)
+
+    def scale_by_sigmoid(self, y: Tensor, logits: Tensor) -> Tensor:
+        return self.kernels.scale_by_sigmoid(y, logits)
 
     def convolve(
         self,

@@ -30,7 +30,7 @@ from moe_pack.runtime.offload import least_budget
 
 CPU = torch.device("cpu")
 CONTEXT, PROMPTS, NUM_STEPS = 48, (6, 9, 4), 5
-# What calls do of the layers of each: the whole, or the first half and the router.
+# What calls do of the layers of each: all that is standard, up to the end, or the first half and the router.
 FAMILIES = (
     (Tiny("mixtral", "window of 7", {"sliding_window": 7}), {"whole"}),
     (Tiny("qwen3_moe", "as it comes"), {"whole"}),
@@ -38,8 +38,11 @@ FAMILIES = (
     (Tiny("gpt_oss", "biases, sinks, clamped neurons"), {"whole"}),
     (Tiny("glm4_moe", "groups, a dense layer, a shared expert", {"n_group": 4, "topk_group": 2}), {"whole"}),
     (Tiny("granitemoe", "factors of halves"), {"whole"}),
-    (Tiny("qwen2_moe", "dense layers, a gate at the shared expert", {"mlp_only_layers": [0]}), {"whole", "half"}),
-    (Tiny("deepseek_v3", "latent attention"), set()),
+    (Tiny("qwen2_moe", "dense layers, a gate at the shared expert", {"mlp_only_layers": [0]}), {"whole"}),
+    (Tiny("deepseek_v3", "latent attention, whose layers a call ends"), {"whole"}),
+    (Tiny("qwen3_next", "mixers, gated attention, a gate at the shared expert"), {"whole"}),
+    (Tiny("lfm2_moe", "short convolutions"), {"whole"}),
+    (Tiny("longcat_flash", "experts that return their input"), set()),
 )
 
 pytestmark = pytest.mark.skipif(not cpu.is_available(), reason="native kernels were not built")
@@ -232,8 +235,13 @@ VECTORS = cpu.LayerVectors(
 )
 MATRICES = cpu.LayerMatrices(
     *(matrix(HEADS * HEAD_DIM, D), matrix(KV_HEADS * HEAD_DIM, D), matrix(KV_HEADS * HEAD_DIM, D)),
-    *(matrix(D, HEADS * HEAD_DIM), matrix(EXPERTS, D), matrix(F, D), matrix(F, D), matrix(D, F)),
+    *(matrix(D, HEADS * HEAD_DIM), matrix(EXPERTS, D), matrix(F, D), matrix(F, D), matrix(D, F), matrix(1, D)),
 )
+SECOND_HALF = {
+    "facts": replace(FACTS, attention=None),
+    "vectors": VECTORS._replace(q_norm=None, k_norm=None, sinks=None),
+    "matrices": MATRICES._replace(q=None, k=None, v=None, o=None),
+}
 
 
 F32 = cpu.CACHE_KINDS.index("f32")
@@ -282,6 +290,7 @@ def faults(value: NDArray[Any]) -> list[object]:
 def test_what_fits_runs() -> None:
     begin(opened())
     assert run(opened()) == 1
+    assert run(opened(**SECOND_HALF), steps=[(floats(0), floats(0), [])]) == 1
     layers, taken = opened(num_experts=0), arrays()
     assert run(layers, arrays=taken) == 0
     for expert in range(EXPERTS):
@@ -333,6 +342,8 @@ def test_steps_that_do_not_fit_are_refused() -> None:
     }.items():
         with case(name), pytest.raises(REFUSED):
             run(layers, steps=steps)
+    with pytest.raises(ValueError, match="caches: the layer has no attention"):
+        run(opened(**SECOND_HALF), steps=[(floats(0), floats(0), step[2])])
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
@@ -342,7 +353,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
                 opened(vectors=VECTORS._replace(**{name: fault}))
     for name in cpu.LayerMatrices._fields:
         own: cpu.LayerMatrix = getattr(MATRICES, name)
-        wrong = [own._replace(rows=own.rows[:-1]), own._replace(bias=floats(1)), own._replace(layout=own.layout[:-1])]
+        wrong = [own._replace(rows=own.rows[:-1]), own._replace(bias=floats(len(own.rows) + 1)), own._replace(layout=own.layout[:-1])]
         for number, fault in enumerate([*wrong, own._replace(rows=own.rows.reshape(-1)[:-1].copy())]):
             with case(name, number), pytest.raises(REFUSED):
                 opened(matrices=MATRICES._replace(**{name: fault}))

@@ -109,6 +109,7 @@ def legal(name: str) -> Arguments:
             "x": floats(T, 6), "kernel": floats(6, 4), "bias": floats(6), "state": floats(3, 6), "out": floats(T, 6),
             "taps": 4,
         },
+        "scale_by_sigmoid": {"logits": floats(T), "y": floats(T, D), "d": D},
         "rms_norm": {"x": floats(T, D), "weight": floats(D), "eps": 1e-6, "out": floats(T, D)},
         "rotate": {
             "x": floats(T, 192), "scale": floats(192), "is_scaled_first": True, "hartley": floats(3, 3),
@@ -142,7 +143,7 @@ def call(name: str, arguments: Arguments) -> object:
 
 
 OPERATIONS = ("experts", "select", "dense", "decode", "gather", "attend")
-OPERATIONS += ("rms_norm", "rotate", "route", "recur", "convolve")
+OPERATIONS += ("scale_by_sigmoid", "rms_norm", "rotate", "route", "recur", "convolve")
 OPERATIONS += ("put_in_panels", "take_rows", "expert_panel_bytes", "panel_expert")
 OUTPUTS = {
     "experts": ["y"],
@@ -153,6 +154,7 @@ OUTPUTS = {
     "attend": ["keys", "values", "out"],
     "recur": ["recurrent", "out"],
     "convolve": ["state", "out"],
+    "scale_by_sigmoid": ["y"],
     "rms_norm": ["out"],
     "rotate": ["out"],
     "route": ["experts", "weights"],
@@ -256,6 +258,7 @@ SIZES = {
     "route": {"logits": 12, "bias": 6, "experts": 6, "weights": 6},
     "recur": {"q": 30, "k": 30, "v": 56, "log_decay": 60, "rate": 12, "recurrent": 140, "out": 84},
     "convolve": {"x": 12, "kernel": 20, "bias": 6, "state": 18, "out": 18},
+    "scale_by_sigmoid": {"logits": 3, "y": 256},
     "rms_norm": {"x": 256, "out": 384}, "rotate": {"x": 384, "hartley": 9, "out": 576},
     "put_in_panels": {"rows": 2480}, "take_rows": {"out": 160},
     "panel_expert": {"selector": 5120, "records": 10240, "panels": 15360},
@@ -310,6 +313,7 @@ VALUES: dict[tuple[str, str], list[Arguments]] = {
     ("panel_expert", "layout: has no panels"): [
         {"layout": EXPERT.rows().layout, "selector": EXPERT.rows().selector, "records": EXPERT.rows().records},
     ],
+    ("scale_by_sigmoid", "d: out of range"): [{"d": 0}, {"d": -D}, {"d": 1 << 30}],
     ("select", "tokens: one is not in x"): [{"tokens": np.array([T, 0])}],
     ("select", "layout: its rows are not as long as x's"): [{"d": D // 2}],
     ("gather", "places: -1, expected 0 to 4"): [{"places": numbers(0, 0, -1)}],
