@@ -191,10 +191,9 @@ class LayerCalls:
         except cpu.LayerCutError as fault:
             assert isinstance(self._weights, MappedPackWeights), "only experts in memory are mapped"
             raise self._weights.cut_error(self._layer_idx[fault.layer]) from fault
-        routing = [first + number for number, kind in enumerate(kinds) if kind.routes]
-        if isinstance(self._weights, MappedPackWeights):
-            for layer, own_experts, own_weights in zip(routing, experts, router_weights, strict=True):
-                self._weights.note_run(self._layer_idx[layer], own_experts, own_weights)
+        if num_routes and isinstance(self._weights, MappedPackWeights):
+            routing = [self._layer_idx[first + number] for number, kind in enumerate(kinds) if kind.routes]
+            self._weights.note_run(routing, experts, router_weights)
         last = first + len(kinds) - 1
         return BegunLayer(torch.from_numpy(hidden), last, True, torch.from_numpy(inputs), None, True, None)
 

@@ -307,6 +307,9 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         self._mapped: dict[tuple[int, int], MappedExpert] = {}
         self.panels = ExpertPanels(operations.kernels, panel_bytes)
         self._num_panels = 0  # of those made that `_mapped` has
+        sizes = [[expert.num_bytes for expert in layer] for layer in pack.layout.experts]
+        self._sizes = np.array(sizes, np.int64).reshape(-1, pack.spec.router.num_experts)
+        self._has_asked = np.zeros(self._sizes.shape, np.bool_)  # for panels
 
     def close(self) -> None:
         self.panels.close()
@@ -371,18 +374,21 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
             self._mapped[key].rows = replace(self._mapped[key].rows, panels=panels)
             self._num_panels += 1
 
-    def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
-        """Notes experts, int64 and float32 [T, k], that native layers ran; raises PackError if a file was cut."""
+    def note_run(self, layer_idxs: list[int], experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
+        """Notes experts, int64 and float32 [layers, T, k], that native layers ran; raises PackError if one was cut."""
         if self.observer is not None:
-            self.observer.routed(layer_idx, experts)
-        ran = experts[router_weights != 0]
-        wants_panels = len(experts) <= _PANEL_TOKENS
-        for number in set(ran.tolist()):
-            expert = self._mapped[layer_idx, number]
-            self.bytes_read += expert.num_bytes
-            if wants_panels:
-                self.panels.want((layer_idx, number), expert.rows)
-        if layer_idx == self._last_layer_idx:
+            for layer_idx, own in zip(layer_idxs, experts, strict=True):
+                self.observer.routed(layer_idx, own)
+        layers_of, runs = np.array(layer_idxs, np.int64), router_weights != 0
+        ran = np.zeros((len(layers_of), self._sizes.shape[1]), np.bool_)
+        ran[runs.nonzero()[0], experts[runs]] = True
+        self.bytes_read += int(self._sizes[layers_of][ran].sum())
+        if experts.shape[1] <= _PANEL_TOKENS:
+            for row, number in np.argwhere(ran & ~self._has_asked[layers_of]).tolist():
+                key = layer_idxs[row], number
+                self._has_asked[key] = True
+                self.panels.want(key, self._mapped[key].rows)
+        if self._last_layer_idx in layer_idxs:
             self._check_files()
 
     def cut_error(self, layer_idx: int) -> formats.PackError:

@@ -353,7 +353,11 @@ def test_weights_that_do_not_fit_are_refused() -> None:
                 opened(vectors=VECTORS._replace(**{name: fault}))
     for name in cpu.LayerMatrices._fields:
         own: cpu.LayerMatrix = getattr(MATRICES, name)
-        wrong = [own._replace(rows=own.rows[:-1]), own._replace(bias=floats(len(own.rows) + 1)), own._replace(layout=own.layout[:-1])]
+        wrong = [
+            own._replace(rows=own.rows[:-1]),
+            own._replace(bias=floats(len(own.rows) + 1)),
+            own._replace(layout=own.layout[:-1]),
+        ]
         for number, fault in enumerate([*wrong, own._replace(rows=own.rows.reshape(-1)[:-1].copy())]):
             with case(name, number), pytest.raises(REFUSED):
                 opened(matrices=MATRICES._replace(**{name: fault}))
