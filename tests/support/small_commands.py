@@ -88,6 +88,7 @@ SMALL = {
     "serving.py": Small(
         "--folder FOLDER --requests 1 --rounds 1 --decode-tokens 2", ("pack | requests | server | tokens/s",)
     ),
+    "startup.py": Small("--rounds 1", ("program | first token, s | again, s | anonymous MB",)),
     "serving_load.py": Small("--folder FOLDER --requests 4 --clients 2 --no-faults", ("client | 200",)),
 }
 
