@@ -122,6 +122,7 @@ setup(
         Extension(
             "moe_pack.runtime.cpu._native",
             [f"{FOLDER}/{name}.cpp" for name in SOURCES],
+            depends=[str(path) for path in Path(FOLDER).glob("*.h")],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             # No contraction: what is decoded is exactly what the codec says. Files for one instruction set say so
             # themselves.

@@ -86,7 +86,7 @@ struct PanelAhead {
         stop = reinterpret_cast<const uint8_t*>(UINTPTR_MAX);
     }
 
-    static constexpr int32_t kAheadBytes = 8192;
+    static constexpr int32_t kAheadBytes = 4096;
 };
 
 // What one instruction set provides.
