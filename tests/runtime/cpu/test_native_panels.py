@@ -1,9 +1,12 @@
 """Matrices and experts in panels: the rows that went in, products near the reference, and the bits of rows."""
 
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -465,3 +468,13 @@ def test_panels_of_an_expert_with_a_threshold_are_not_used(kernels: Kernels) -> 
         expected = run(rows, x, range(FEW), kernels)
         assert torch.equal(run(replace(rows, panels=panels), x, range(FEW), kernels), expected)
     assert not torch.equal(expected, run(expert.rows(), x, range(FEW), kernels))
+
+
+def test_emulated_vnni_gives_the_bits_of_avx2() -> None:
+    """Few machines have these instructions; sums and their order are compiled from the same code."""
+    kernels_limited_to("avx2")  # or it skips
+    if shutil.which("g++") is None or shutil.which("make") is None:
+        pytest.skip("no g++ and make")
+    command = ["make", "-C", str(Path(__file__).parents[2] / "native"), "vnni"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
