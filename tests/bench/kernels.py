@@ -428,16 +428,21 @@ class Ours:
         self._kernels = {number: Kernels(number, limit) for number in threads}
         for kernels in self._kernels.values():
             kernels.take_digits(_DIGITS[numerics])
-        self._decoders = dict[int, Decoder]()
+        self._decoders, self._weights = dict[int, Decoder](), list[MappedPackWeights]()
         for number, kernels in self._kernels.items():
             weights = MappedPackWeights(pack, NativeOperations(kernels), _PANEL_BYTES)
             for place in product(range(len(pack.layout.experts)), range(pack.spec.router.num_experts)):
                 weights.panels.want(place, weights.expert_rows(*place))
             weights.panels.wait()
+            self._weights.append(weights)
             self._decoders[number] = Decoder(weights, context_tokens, _CPU)
 
     def close(self) -> None:
-        """Ends the kernels."""
+        """Ends the kernels, and gives the memory back."""
+        for weights in self._weights:
+            weights.close()
+        self._weights.clear()
+        self._decoders.clear()
         for kernels in self._kernels.values():
             kernels.close()
 
