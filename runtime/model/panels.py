@@ -105,7 +105,7 @@ class ExpertPanels:
         """Returns new memory, on huge pages where the system has them; they are first touched by this thread."""
         needed = -(-num_bytes // _ALIGN) * _ALIGN
         if needed > len(self._slab):
-            slab = mmap.mmap(-1, max(needed, _SLAB_BYTES))
+            slab = mmap.mmap(-1, max(needed, _SLAB_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with suppress(OSError):  # a kernel without them
                     slab.madvise(mmap.MADV_HUGEPAGE)
