@@ -130,6 +130,23 @@ def test_panels_keep_to_their_bytes(kernels: cpu.Kernels) -> None:
             assert panels.num_bytes == EXPERT_BYTES * (len(numbers) + (2 in numbers))
 
 
+def test_they_lie_in_private_memory(kernels: cpu.Kernels, earlier: set[threading.Thread]) -> None:
+    """By default a system gives shared memory no huge pages, whatever is asked for it."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("the system does not list a process's mappings")
+    with closing(ExpertPanels(kernels, ALL)) as panels:
+        panels.want((0, 0), made(0).rows())
+        panels.wait()
+        ((_, memory),) = panels.made_since(0)
+        own = []
+        for line in maps.read_text().splitlines():
+            places, kind, *_ = line.split()
+            begin, end = (int(place, 16) for place in places.split("-"))
+            own += [kind] if begin <= memory.ctypes.data < end else []
+        assert own == ["rw-p"]
+
+
 def test_an_expert_asked_for_again_is_made_once(kernels: cpu.Kernels, earlier: set[threading.Thread]) -> None:
     with closing(ExpertPanels(kernels, ALL)) as panels:
         for number in (1, 2, 1, 1, 3, 2):
