@@ -82,7 +82,12 @@ def write_gguf(
     temporary.rename(path)
 
 
-def _write_dense(pack: Pack, place: Any, stored: tuple[str, str, tuple[int, ...]], target: Blocks) -> None:
+def _write_dense(
+    pack: Pack,
+    place: gguf.Placement | gguf.ConstantPlacement,
+    stored: tuple[str, str, tuple[int, ...]],
+    target: Blocks,
+) -> None:
     def put(_: str, begin: int, raw: Blocks) -> None:
         target[begin : begin + len(raw)] = raw
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -144,8 +143,9 @@ def _measure(results: Results, clock: Clock, folder: Path, model: str) -> None:
     with tempfile.TemporaryDirectory(dir=place) as made:
         gguf, start = Path(made) / f"{model}.gguf", time.perf_counter()
         sys.path.append(str(folder))  # the archive has the gguf package
-        gguf_files = import_module("benchlib.gguf_files")
-        gguf_files.write_gguf(gguf, spec, gguf_files.DEFAULT_TYPE)
+        from benchlib.gguf_files import DEFAULT_TYPE, write_gguf
+
+        write_gguf(gguf, spec, DEFAULT_TYPE)
         results.add(LlamaFile(model, gguf.stat().st_size, time.perf_counter() - start))
         for wanted in _runs(spec, clock.is_rehearsal):
             name = f"{model}, {'all' if wanted.budget_bytes is None else f'{wanted.budget_bytes >> 30} GiB'}"
