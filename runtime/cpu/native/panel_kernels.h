@@ -38,6 +38,7 @@ struct Ymm {
     static Floats set(float value) { return _mm256_set1_ps(value); }
     static Floats load_floats(const float* from) { return _mm256_load_ps(from); }
     static void store_floats(float* to, Floats values) { _mm256_store_ps(to, values); }
+    static void store_anywhere(float* to, Floats values) { _mm256_storeu_ps(to, values); }
     static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
     static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
@@ -70,10 +71,18 @@ struct BlockSums {
 constexpr float kRoundedTop = 32421.0f;  // of inputs and factors of two digits
 constexpr float top_of(int digits) { return digits == 3 ? kPeak : kRoundedTop; }
 
+constexpr float high_unit(int width) { return width == 4 ? 65536.0f : 4096.0f; }
+
+// The two sums as one.
+template <class R, int WIDTH, int DIGITS>
+inline typename R::Floats total_of(typename R::Ints low, typename R::Ints high) {
+    if constexpr (DIGITS == 2) return R::floats(low);
+    return R::multiply_add(R::floats(high), R::set(high_unit(WIDTH)), R::floats(low));
+}
+
 // Tokens at once, whose sums leave registers to what they share.
 constexpr int tokens_at_once(int width, int digits) { return width == 4 ? (digits == 2 ? 2 : 1) : digits == 2 ? 4 : 2; }
 
-constexpr float high_unit(int width) { return width == 4 ? 65536.0f : 4096.0f; }
 constexpr int32_t input_bytes(int width) { return width == 4 ? kDigitBytes : 4 * kBlock; }  // of a block
 
 // Inputs for 4 bits: the digits of a block as prepare_digits has them; those of inputs 4 q to 4 q + 3 are a word.
@@ -192,7 +201,12 @@ template <class R, class Sums, int WIDTH, int DIGITS, int TOKENS>
 void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& all_ahead, const PanelToken* tokens) {
     PanelAhead ahead = all_ahead;  // in registers
     constexpr int32_t code_bytes = WIDTH * 8 * kPanelRows, block_bytes = code_bytes + kPanelScaleBytes;
-    alignas(64) float totals[TOKENS][kTotals][kPanelRows] = {};
+    alignas(64) float totals[TOKENS][kTotals][kPanelRows];
+    for (int t = 0; t < TOKENS; ++t) {
+        for (int32_t i = 0; i < kTotals * kPanelRows; i += R::lanes) {
+            R::store_floats(totals[t][0] + i, R::set(0.0f));
+        }
+    }
     const int8_t* inputs[TOKENS];
     for (int t = 0; t < TOKENS; ++t) {
         inputs[t] = tokens[t].inputs;
@@ -224,8 +238,7 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& all_ahead, co
                 if constexpr (DIGITS == 2) {
                     scale = R::multiply(scale, R::set(unit_at(inputs[t])));
                 }
-                const auto codes =
-                    R::multiply_add(R::floats(blocks[t].high[v]), R::set(high_unit(WIDTH)), R::floats(blocks[t].low[v]));
+                const auto codes = total_of<R, WIDTH, DIGITS>(blocks[t].low[v], blocks[t].high[v]);
                 float* total = totals[t][b % kTotals] + R::lanes * v;
                 const auto centered = R::subtract_product(zero, R::set(tokens[t].sums[b]), codes);
                 R::store_floats(total, R::multiply_add(centered, scale, R::load_floats(total)));
@@ -246,8 +259,10 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& all_ahead, co
                 }
             }
         }
-        for (int32_t r = 0; r < kPanelRows; ++r) {
-            tokens[t].out[r] = total[0][r] * step * tokens[t].peak;
+        float* out = tokens[t].out;
+        for (int32_t r = 0; r < kPanelRows; r += R::lanes) {
+            const auto stepped = R::multiply(R::load_floats(total[0] + r), R::set(step));
+            R::store_anywhere(out + r, R::multiply(stepped, R::set(tokens[t].peak)));
         }
     }
 }
@@ -433,25 +448,30 @@ struct TileFactors {
     alignas(32) int32_t digits[kFours][kDigits][kTotals];
     alignas(32) float units[kTotals];
 
-    // `num_groups`: at most eight. zeros[g] += h * scale * zero. `top`: what the largest becomes.
+    // `num_groups`: at most eight. zeros[g] += h * scale * zero. `top`: what the largest becomes. `soon`: null, or a line a
+    // row to prefetch.
     template <class ScalesOf>
-    void take(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros, float top) {
+    void take(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros, float top,
+              const uint8_t* soon = nullptr) {
         __m256 factors[kMaxTile], peak = _mm256_set1_ps(kLeastPeak), zero_sum = _mm256_load_ps(zeros);
-        __m256 faults = _mm256_setzero_ps();  // NaN where a factor is not finite
+        __m256 faults = _mm256_setzero_ps();  // bits where a factor is not finite
         const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+        const __m256 infinity = _mm256_set1_ps(__builtin_inff());
         for (int32_t r = 0; r < num_rows; ++r) {
+            if (soon != nullptr) __builtin_prefetch(soon + r * kLineBytes);
             const __m256 factor =
                 _mm256_mul_ps(load_halves(scales_of.scales(r), num_groups), _mm256_broadcast_ss(h + r));
             zero_sum = _mm256_fmadd_ps(factor, load_halves(scales_of.zeros(r), num_groups), zero_sum);
-            peak = _mm256_max_ps(_mm256_and_ps(factor, magnitude), peak);
-            faults = _mm256_fmadd_ps(factor, _mm256_setzero_ps(), faults);
+            const __m256 size = _mm256_and_ps(factor, magnitude);
+            peak = _mm256_max_ps(size, peak);
+            faults = _mm256_or_ps(faults, _mm256_cmp_ps(size, infinity, _CMP_NLT_UQ));
             factors[r] = factor;
         }
         for (int32_t r = num_rows; r % 4; ++r) {
             factors[r] = _mm256_setzero_ps();
         }
         _mm256_store_ps(zeros, zero_sum);
-        _mm256_store_ps(units, _mm256_add_ps(_mm256_mul_ps(peak, _mm256_set1_ps(1.0f / top)), faults));
+        _mm256_store_ps(units, _mm256_or_ps(_mm256_mul_ps(peak, _mm256_set1_ps(1.0f / top)), faults));
         const __m256 steps = _mm256_div_ps(_mm256_set1_ps(top), peak);
         for (int32_t four = 0; 4 * four < num_rows; ++four) {
             __m256i fixed[4];
@@ -472,19 +492,19 @@ struct GroupDigits {
 };
 
 // sum[c] += (high * 65536 + low) * unit, for the columns of a register.
-template <class R>
+template <class R, int DIGITS>
 inline void add_columns(typename R::Ints low, typename R::Ints high, float unit, float* sum) {
-    const auto codes = R::multiply_add(R::floats(high), R::set(high_unit(4)), R::floats(low));
+    const auto codes = total_of<R, 4, DIGITS>(low, high);
     R::store_floats(sum, R::multiply_add(codes, R::set(unit), R::load_floats(sum)));
 }
 
 // Adds 16 columns of two registers in the order of unpacked bytes: the first has the columns 0 to 3 and 16 to 19 of those
 // from `sum` on, the second 4 to 7 and 20 to 23.
+template <int DIGITS>
 inline void add_unpacked(const __m256i low[2], const __m256i high[2], float unit, float* sum) {
-    add_columns<Ymm>(_mm256_permute2x128_si256(low[0], low[1], 0x20), _mm256_permute2x128_si256(high[0], high[1], 0x20),
-                     unit, sum);
-    add_columns<Ymm>(_mm256_permute2x128_si256(low[0], low[1], 0x31), _mm256_permute2x128_si256(high[0], high[1], 0x31),
-                     unit, sum + 16);
+    const __m256i near = _mm256_permute2x128_si256(low[0], low[1], 0x20), far = _mm256_permute2x128_si256(low[0], low[1], 0x31);
+    add_columns<Ymm, DIGITS>(near, _mm256_permute2x128_si256(high[0], high[1], 0x20), unit, sum);
+    add_columns<Ymm, DIGITS>(far, _mm256_permute2x128_si256(high[0], high[1], 0x31), unit, sum + 16);
 }
 
 template <class Sums, int DIGITS>
@@ -523,11 +543,11 @@ struct PanelSums {
     const float* h;
     float* sums;
     size_t floats;
-    PanelAhead& wanted;
+    PanelAhead& all_ahead;
 
     template <int TOKENS>
     void run(int32_t first_token) {
-        PanelAhead nothing, &ahead = first_token == 0 ? wanted : nothing;
+        PanelAhead nothing, &ahead = first_token == 0 ? all_ahead : nothing;
         const uint8_t* tile = first_tile;
         const float* own_h = h + size_t(first_token) * kMaxTile;
         float* own_sums = sums + first_token * floats;
@@ -535,11 +555,12 @@ struct PanelSums {
             const int32_t count = part.num_groups - first < kDownGroups ? part.num_groups - first : kDownGroups;
             const int32_t scale_bytes = 2 * 2 * kMaxTile * count;
             TileFactors factors[TOKENS];
+            const uint8_t* soon = wanted(ahead, tile, scale_bytes);
             for (int t = 0; t < TOKENS; ++t) {
                 factors[t].take(ScalesOfTile{tile, count}, kMaxTile, count, own_h + t * kMaxTile,
-                                own_sums + t * floats + part.num_cols + first, top_of(DIGITS));
+                                own_sums + t * floats + part.num_cols + first, top_of(DIGITS),
+                                t == 0 ? soon : nullptr);
             }
-            fetch(ahead, scale_bytes);
             tile += scale_bytes;
             for (int32_t lane = 0; lane < count; ++lane) {
                 GroupDigits digits[TOKENS];
@@ -553,8 +574,8 @@ struct PanelSums {
                     Sums::template add_nibbles<DIGITS, TOKENS>(tile, digits, blocks);
                     for (int t = 0; t < TOKENS; ++t) {
                         for (int v = 0; v < BlockSums<R>::count; ++v) {
-                            add_columns<R>(blocks[t].low[v], blocks[t].high[v], factors[t].units[lane],
-                                           to + t * floats + col + R::lanes * v);
+                            add_columns<R, DIGITS>(blocks[t].low[v], blocks[t].high[v], factors[t].units[lane],
+                                                   to + t * floats + col + R::lanes * v);
                         }
                     }
                 }

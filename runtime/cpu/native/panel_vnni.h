@@ -96,7 +96,7 @@ struct VnniSums {
                     low[s] = _mm256_add_epi32(_mm256_slli_epi32(sums[half][s][1], 8), sums[half][s][0]);
                     high[s] = DIGITS == 3 ? sums[half][s][DIGITS - 1] : Y::zero();
                 }
-                add_unpacked(low, high, unit, sum + 32 * half + 8 * i);
+                add_unpacked<DIGITS>(low, high, unit, sum + 32 * half + 8 * i);
             }
         }
     }

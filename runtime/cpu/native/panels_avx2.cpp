@@ -119,7 +119,7 @@ struct Avx2Sums {
             }
         }
         for (int i = 0; i < 4; ++i) {
-            add_unpacked(low + 2 * i, high + 2 * i, unit, sum + 32 * (i / 2) + 8 * (i % 2));
+            add_unpacked<DIGITS>(low + 2 * i, high + 2 * i, unit, sum + 32 * (i / 2) + 8 * (i % 2));
         }
     }
 

@@ -33,6 +33,7 @@ struct Zmm {
     static Floats set(float value) { return _mm512_set1_ps(value); }
     static Floats load_floats(const float* from) { return _mm512_loadu_ps(from); }
     static void store_floats(float* to, Floats values) { _mm512_storeu_ps(to, values); }
+    static void store_anywhere(float* to, Floats values) { store_floats(to, values); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
     static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
