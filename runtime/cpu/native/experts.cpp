@@ -109,6 +109,12 @@ bool is_whole(const Pool& pool, const ExpertWork& work) {
     return pool.kernels().panels != nullptr && !is_listed && runs_whole(*work.layout, work.threshold);
 }
 
+// So many tokens of an expert go one by one. Whether it is in panels says nothing: panels come at any time.
+int32_t few_tokens(const Pool& pool, const ExpertWork& work) {
+    if (pool.are_tokens_alone()) return work.num_tokens;
+    return is_whole(pool, work) ? kFewOfWhole : kFewTokens;
+}
+
 // Some of a work's tokens.
 struct Tokens {
     const ExpertWork* work;
@@ -297,7 +303,7 @@ Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, cons
     for (int32_t i = 0; i < num_works; i++) {
         const ExpertWork& work = works[i];
         Outcome found = Outcome::done;
-        if (!alone && work.num_tokens > kFewTokens) {
+        if (work.num_tokens > few_tokens(pool, work)) {
             found = few.run();
             if (found == Outcome::done) found = run_many_calls(pool, work, x, y);
             if (found != Outcome::done) return found;
@@ -321,12 +327,16 @@ Outcome select_neurons(Pool& pool, SelectorWork* works, int32_t num_works, const
     int32_t num_few = 0;
     for (int32_t i = 0; i < num_works; i++) {
         SelectorWork& work = works[i];
+        ExpertWork expert = {};
+        expert.layout = work.layout;
+        expert.threshold = work.threshold;
+        expert.num_tokens = work.num_tokens;
         Outcome found = Outcome::done;
         if (work.num_tokens && !has_selector(*work.layout)) {
             std::memset(work.runs, 1, (size_t)work.num_tokens * work.layout->num_rows);
             continue;
         }
-        if (!alone && work.num_tokens > kFewTokens) {
+        if (work.num_tokens > few_tokens(pool, expert)) {
             found = select_many_calls(pool, work, x);
             if (found != Outcome::done) return found;
             continue;

@@ -26,18 +26,19 @@ void Products::add(const DenseMatrix& matrix, float* out) {
 }
 
 Outcome Products::run() {
-    Outcome found = num_tokens_ > kFewTokens && !pool_.are_tokens_alone() ? run_many() : run_few();
-    for (int32_t i = 0; found == Outcome::done && i < count_; i++)
-        add_bias(*each_[i].matrix, num_tokens_, each_[i].out);
-    return found;
-}
-
-Outcome Products::run_many() {
-    Outcome found = Outcome::done;
-    for (int32_t i = 0; found == Outcome::done && i < count_; i++) {
+    // Matrices side by side, before those of which many tokens share decoded rows.
+    const auto few = std::stable_partition(each_, each_ + count_, [&](const Product& product) {
+        return multiplies_few(pool_, product.layout(), num_tokens_);
+    });
+    const int32_t all = count_;
+    count_ = (int32_t)(few - each_);
+    Outcome found = count_ ? run_few() : Outcome::done;
+    for (int32_t i = count_; found == Outcome::done && i < all; i++) {
         const DenseMatrix& matrix = *each_[i].matrix;
         found = multiply(pool_, matrix.layout, matrix.rows, matrix.num_rows, x_, num_tokens_, each_[i].out);
     }
+    for (int32_t i = 0; found == Outcome::done && i < all; i++)
+        add_bias(*each_[i].matrix, num_tokens_, each_[i].out);
     return found;
 }
 

@@ -44,7 +44,6 @@ class Products {
         }
     };
 
-    Outcome run_many();
     Outcome run_some(int32_t first_token, int32_t num_tokens);
     bool prepare(int32_t i, int32_t first_token, int32_t num_tokens);
     void share_out(int32_t i);

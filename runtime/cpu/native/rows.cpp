@@ -58,18 +58,23 @@ Outcome each_item(Pool& pool, size_t num_bytes, int count, Pool::Work work, Cont
 
 }  // namespace
 
+bool multiplies_few(const Pool& pool, const RowsLayout& layout, int32_t num_tokens) {
+    if (num_tokens <= kFewTokens || pool.are_tokens_alone()) return true;
+    if (!layout.in_panels) return false;
+    return num_tokens <= kFewOfDense || !pool.rounds() || !can_round(layout.part.part);
+}
+
 Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, const float* x,
                  int32_t num_tokens, float* out) {
-    const bool many = num_tokens > kFewTokens && !pool.are_tokens_alone();
-    const bool rounds = many && pool.rounds() && can_round(layout.part.part);
-    if (!rounds && (!many || layout.in_panels)) {
+    if (multiplies_few(pool, layout, num_tokens)) {
         const DenseMatrix matrix = {layout, rows, num_rows};
         Products products(pool, x, num_tokens);
         products.add(matrix, out);
         return products.run_few();
     }
     std::lock_guard<std::mutex> lock(pool.one_job());
-    if (rounds) return multiply_rounded(pool, layout, rows, num_rows, x, num_tokens, out);
+    if (pool.rounds() && can_round(layout.part.part))
+        return multiply_rounded(pool, layout, rows, num_rows, x, num_tokens, out);
     Arena& arena = pool.arena();
     arena.reset();
     Multiply m = {pool.kernels(), layout, rows, num_rows, x, num_tokens, out, nullptr};

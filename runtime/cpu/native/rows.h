@@ -11,7 +11,10 @@ namespace moe_pack {
 Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, const float* x,
                  int32_t num_tokens, float* out);
 
-// The same with inputs rounded to 8 bits, for a part that `can_round`; for `multiply`, which holds the pool.
+// Whether `multiply` takes tokens one by one, and not rows decoded for all of them. Then matrices can go side by side.
+bool multiplies_few(const Pool& pool, const RowsLayout& layout, int32_t num_tokens);
+
+// As `multiply`, with inputs rounded to 8 bits, for a part that `can_round`; for `multiply`, which holds the pool.
 Outcome multiply_rounded(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, const float* x,
                          int32_t num_tokens, float* out);
 

@@ -48,8 +48,8 @@ Bytes = NDArray[np.uint8]
 EIGHT_BIT = part_format(8, 64)
 WIDTHS = (FOUR_BIT, EIGHT_BIT)
 COLUMNS = (64, 576, 4096)
-FEW, AT_ONCE = 3, 8  # tokens of an operation on few, and of an expert in panels
-MANY_TOKENS = (4, 64, 65)
+FEW, FEW_OF_DENSE = 8, 32  # tokens that are multiplied one by one: of an expert, which panels serve at once, of a matrix
+MANY_TOKENS, MANY_OF_DENSE = (9, 64, 65), (33, 64, 65)
 
 
 def has_panels(kernels: Kernels) -> bool:
@@ -160,7 +160,7 @@ def test_a_matrix_of_another_form_stays_in_rows(any_kernels: Kernels) -> None:
 
 def test_products_of_panels_are_those_of_the_decoded_rows(kernels: Kernels, one_thread: Kernels) -> None:
     """Alone, tokens have the same bits as among others; with any threads, too."""
-    for stored, num_cols, num_tokens in product(WIDTHS, COLUMNS, (1, FEW, *MANY_TOKENS)):
+    for stored, num_cols, num_tokens in product(WIDTHS, COLUMNS, (1, FEW, *MANY_OF_DENSE)):
         for num_rows in (16, 208):
             with case((format_text(stored), num_rows, num_cols, num_tokens)):
                 matrix = Matrix(stored, num_rows, num_cols, kernels, num_tokens)
@@ -175,7 +175,7 @@ def test_products_of_panels_are_those_of_the_decoded_rows(kernels: Kernels, one_
 
 
 def test_rounded_products_of_panels_have_the_bits_of_rows(kernels: Kernels) -> None:
-    for stored, num_cols, digits, num_tokens in product(WIDTHS, COLUMNS, (1, 2), MANY_TOKENS):
+    for stored, num_cols, digits, num_tokens in product(WIDTHS, COLUMNS, (1, 2), MANY_OF_DENSE):
         with case((format_text(stored), num_cols, digits, num_tokens)):
             matrix, x = Matrix(stored, 208, num_cols, kernels), random_tokens(num_tokens, num_cols)
             exact = matrix.product(x, kernels)
@@ -187,16 +187,17 @@ def test_rounded_products_of_panels_have_the_bits_of_rows(kernels: Kernels) -> N
 def test_few_rounded_inputs_of_panels_have_16_bits(kernels: Kernels, one_thread: Kernels) -> None:
     """Whatever others are rounded to. A token has the same bits with others and alone."""
     for stored, num_cols in product(WIDTHS, COLUMNS):
-        matrix, x = Matrix(stored, 208, num_cols, kernels), random_tokens(AT_ONCE, num_cols)
-        exact = matrix.product(x[:FEW], kernels)
+        matrix, x = Matrix(stored, 208, num_cols, kernels), random_tokens(FEW_OF_DENSE, num_cols)
+        exact = matrix.product(x, kernels)
         for digits, threads in product((1, 2), (kernels, one_thread)):
             with case((format_text(stored), num_cols, digits, threads.threads)), rounding(threads, digits):
-                found = torch.cat([matrix.product(x[token : token + 1], threads) for token in range(AT_ONCE)])
+                found = torch.cat([matrix.product(x[token : token + 1], threads) for token in range(FEW_OF_DENSE)])
                 matrix.assert_near(x, found, times_error=ROUNDED_ERROR)
-                assert torch.equal(matrix.product(x[:FEW], threads), found[:FEW])
+                for num_tokens in (2, 3, FEW, 31, FEW_OF_DENSE):
+                    assert torch.equal(matrix.product(x[:num_tokens], threads), found[:num_tokens])
                 with threads.tokens_alone():
                     assert torch.equal(matrix.product(x, threads), found)
-                assert not torch.equal(found[:FEW], exact)
+                assert not torch.equal(found, exact)
 
 
 def test_products_of_panels_with_inputs_that_are_zero_are_zero(kernels: Kernels) -> None:
@@ -292,7 +293,7 @@ def picked(selected: SelectedNeurons, first: int, stop: int, step: int = 1) -> S
 def test_rows_and_panels_give_an_expert_the_same_bits(kernels: Kernels, one_thread: Kernels) -> None:
     """One by one, a few together, each as if it were alone, with any threads, wherever panels begin."""
     for name, expert in experts():
-        num_tokens = 2 * AT_ONCE + 3
+        num_tokens = 2 * FEW + 3
         x, rows = random_tokens(num_tokens, expert.shape.num_cols), expert.rows()
         expected = each_alone(rows, x, one_thread)
         for form, threads in product(
@@ -300,11 +301,11 @@ def test_rows_and_panels_give_an_expert_the_same_bits(kernels: Kernels, one_thre
         ):
             with case((name, form is rows, threads.threads)):
                 assert torch.equal(each_alone(form, x, threads), expected)
-                for first, stop in ((0, 2), (1, 4), (7, 9)):
+                for first, stop in ((0, 2), (1, 4), (7, 9), (2, 2 + FEW)):
                     assert torch.equal(run(form, x, range(first, stop), threads), expected[first:stop])
                 with threads.tokens_alone():
                     assert torch.equal(run(form, x, range(num_tokens), threads), expected)
-                    assert torch.equal(run(form, x, range(AT_ONCE), threads), expected[:AT_ONCE])
+                    assert torch.equal(run(form, x, range(FEW), threads), expected[:FEW])
 
 
 def test_an_expert_is_near_the_reference(kernels: Kernels, digits: int) -> None:
