@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from moe_pack.runtime.cpu.kernels import (
         CACHE_KINDS,
         MAX_ODD_FACTOR,
+        MOST_PRODUCTS,
         PANEL_ROWS,
         Bytes,
         CachedRows,

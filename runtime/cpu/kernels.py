@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.formats.pack.layouts import Part
-from moe_pack.formats.parts import GroupedQuerySpec
+from moe_pack.formats.parts import GatedDeltaSpec, GroupedQuerySpec
 
 _why_unavailable: str | None = None
 try:
@@ -44,6 +44,7 @@ InstructionSet = Literal["portable", "avx2", "avx512", "avx512vbmi"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
 PANEL_ROWS = 16  # kPanelRows in panels.h
+MOST_PRODUCTS = 4  # of one input, side by side: kMostProducts in products.h
 MAX_ODD_FACTOR = 1023  # of a hidden size that is rotated: kMaxOdd in kernels.h
 _PART_NUMBERS = 8  # kPartNumbers in layout.h
 
@@ -223,6 +224,13 @@ class Kernels:
         self.call("dense", layout, rows, _array(x), out)
         return y
 
+    def products(self, x: Tensor, matrices: Sequence[tuple[Numbers, Bytes]]) -> list[Tensor]:
+        """Computes `product` with each of up to `MOST_PRODUCTS` layouts and rows, side by side, with the same bits."""
+        found = [_empty(len(x), len(rows)) for _, rows in matrices]
+        given = [(layout, rows, out) for (layout, rows), (_, out) in zip(matrices, found, strict=True)]
+        self.call("dense_each", given, _array(x))
+        return [y for y, _ in found]
+
     def attend(
         self,
         projected: tuple[Tensor, Tensor, Tensor],
@@ -301,6 +309,27 @@ class Kernels:
         y, out = _empty(*x.shape)
         biases = None if bias is None else bias.numpy()
         self.call("convolve", _array(x), kernel.numpy(), biases, state.numpy(), out, len(state) + 1)
+        return y
+
+    def gated_delta(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        vectors: tuple[Tensor, Tensor, Tensor, Tensor],
+        spec: GatedDeltaSpec,
+        eps: float,
+        conv: Tensor,
+        recurrent: Tensor,
+    ) -> Tensor:
+        """Computes `Operations.gated_delta`, float32 [T, heads * values]; the states are updated.
+
+        Args:    inputs: queries, keys and values together, gates, steps and rates, float32 [T, ...].   vectors: the
+                 convolution's kernel, `a_log`, `dt_bias` and the norm's weights.   eps: of the norm.
+        """
+        y, out = _empty(*inputs[1].shape)
+        _, mixed = _empty(*inputs[0].shape)
+        given = (*map(_array, inputs), *(each.numpy() for each in (*vectors, conv, recurrent)), mixed, out)
+        heads = spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim
+        self.call("gated_delta", *given, *heads, spec.conv_kernel, spec.gate == "sigmoid", eps)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

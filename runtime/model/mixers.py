@@ -39,7 +39,7 @@ def mix(x: Tensor, weights: Weights, layer: int, mixer: mixers.MixerSpec, state:
     Args:    x: float32 [T, d], normed.
     """
     own, (names, has_bias) = RoleWeights(weights, f"layers.{layer}.mixer"), projections_of(mixer)
-    projected = {name: own.linear(x, name, has_bias) for name in names}
+    projected = {name: own.linear(x, name, True) for name in names} if has_bias else own.linear_each(x, names)
     return own.linear(mix_projected(projected, weights, layer, mixer, state), "o", has_bias)
 
 
@@ -94,6 +94,14 @@ class _LayerMixer(RoleWeights):
             each.append(self._operations.recur(q[rows], k[rows], v[rows], log_decay[rows], own_rate, own.cache))
         return joined(each)
 
+    def gated_delta(self, qkv: Tensor, z: Tensor, gates: recurrence.Gates, spec: mixers.GatedDeltaSpec) -> Tensor:
+        delta = recurrence.DeltaNet(spec, self.vector("conv"), self.vector("out_norm"), self.weights.spec.norm.eps)
+        each = []
+        for own in self._states:
+            rows, operation = own.rows, self._operations.gated_delta
+            each.append(operation(qkv[rows], z[rows], gates.of_rows(rows), delta, own.cache))
+        return joined(each)
+
     def recur_gated(self, q: Tensor, k: Tensor, v: Tensor, gates: recurrence.Gates) -> Tensor:
         each = []
         for own in self._states:
@@ -107,13 +115,8 @@ def _gated_delta(projected: Projected, own: _LayerMixer, spec: mixers.GatedDelta
         qkv, z, b, a = _interleaved(projected, spec)
     else:
         qkv, z, b, a = (projected[name] for name in ("qkv", "z", "b", "a"))
-    qkv, num_tokens = own.convolve(qkv, own.vector("conv")), len(qkv)
-    q, k, v = torch.split(qkv, [spec.key_width, spec.key_width, spec.value_width], dim=1)
-    q, k = (each.view(num_tokens, spec.num_key_heads, spec.key_head_dim) for each in (q, k))
-    v = v.view(num_tokens, spec.num_value_heads, spec.value_head_dim)
     gates = recurrence.Gates(a, b, own.vector("a_log"), own.vector("dt_bias"))
-    y = own.norm(own.recur_gated(q, k, v, gates), "out_norm")
-    return y.flatten(1) * (silu if spec.gate == "silu" else torch.sigmoid)(z)
+    return own.gated_delta(qkv, z, gates, spec)
 
 
 def _interleaved(projected: Projected, spec: mixers.GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@
 #include "module_reads.h"
 #include "module_search.h"
 #include "panels.h"
+#include "products.h"
 #include "rows.h"
 
 namespace moe_pack {
@@ -321,6 +322,42 @@ PyObject* dense(PyObject*, PyObject* arguments) {
     });
 }
 
+PyObject* dense_each(PyObject*, PyObject* arguments) {
+    struct Given {
+        GivenRows rows;
+        Buffer<float> out;
+        DenseMatrix matrix;
+    };
+    PyObject *capsule, *list, *inputs;
+    if (!PyArg_ParseTuple(arguments, "OO!O:dense_each", &capsule, &PyList_Type, &list, &inputs)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const float> x;
+    if (pool == nullptr || !x.take(inputs, "x")) return nullptr;
+    const Py_ssize_t count = PyList_Size(list);
+    if (count < 1 || count > kMostProducts) return refuse("matrices", "expected 1 to 4");
+    Given each[kMostProducts];
+    int32_t tokens = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *tuple = PyList_GetItem(list, i), *numbers, *held_rows, *outputs;
+        Given& given = each[i];
+        if (tuple == nullptr || !PyTuple_Check(tuple)) return refuse("matrices", "expected tuples");
+        Py_INCREF(tuple);
+        const bool taken = PyArg_ParseTuple(tuple, "OOO:matrix", &numbers, &held_rows, &outputs) &&
+                           given.rows.take(numbers, held_rows) && given.out.take(outputs, "out", true);
+        Py_DECREF(tuple);
+        if (!taken || !given.rows.suit(pool->kernels()) ||
+            !count_tokens("x", x.size(), given.rows.layout.part.part.num_cols, &tokens) ||
+            !has_size("out", given.out.size(), tokens * given.rows.num_rows))
+            return nullptr;
+        given.matrix = {given.rows.layout, given.rows.rows.values(), (int32_t)given.rows.num_rows};
+    }
+    return unlocked([&] {
+        Products products(*pool, x.values(), tokens);
+        for (Py_ssize_t i = 0; i < count; i++) products.add(each[i].matrix, each[i].out.values());
+        return products.run();
+    });
+}
+
 PyObject* decode_rows(PyObject*, PyObject* arguments) {
     PyObject *capsule, *numbers, *held_rows, *outputs;
     if (!PyArg_ParseTuple(arguments, "OOOO:decode", &capsule, &numbers, &held_rows, &outputs)) return nullptr;
@@ -526,6 +563,7 @@ PyMethodDef methods[] = {
     {"select", caught<select>, METH_VARARGS,
      "select(pool, [(layout, selector, threshold, tokens, a, runs, neurons)], x, d) -> [int]"},
     {"dense", caught<dense>, METH_VARARGS, "dense(pool, layout, rows, x, out)"},
+    {"dense_each", caught<dense_each>, METH_VARARGS, "dense_each(pool, [(layout, rows, out)], x)"},
     {"decode", caught<decode_rows>, METH_VARARGS, "decode(pool, layout, rows, out)"},
     {"expert_panel_bytes", caught<panels_of_expert>, METH_VARARGS, "expert_panel_bytes(pool, layout, threshold) -> int"},
     {"panel_expert", caught<expert_to_panels>, METH_VARARGS, "panel_expert(layout, selector, records, panels)"},
@@ -548,6 +586,9 @@ PyMethodDef methods[] = {
     {"recur", caught<recur_heads>, METH_VARARGS,
      "recur(pool, q, k, v, log_decay, rate, recurrent, out, num_key_heads, num_heads, keys, values)"},
     {"convolve", caught<convolve_channels>, METH_VARARGS, "convolve(pool, x, kernel, bias, state, out, taps)"},
+    {"gated_delta", caught<gated_delta_heads>, METH_VARARGS,
+     "gated_delta(pool, qkv, z, steps, rates, kernel, a_log, dt_bias, norm, conv, recurrent, mixed, out, num_key_heads, "
+     "num_heads, keys, values, taps, is_sigmoid, eps)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
     {"scale_by_sigmoid", caught<scale_rows>, METH_VARARGS, "scale_by_sigmoid(pool, logits, y, d)"},
     {"activate", caught<activate_neurons>, METH_VARARGS, "activate(pool, gate, up, function, limit_bits, out)"},

@@ -173,6 +173,71 @@ PyObject* convolve_channels(PyObject*, PyObject* arguments) {
     return unlocked([&] { return convolve(*pool, work, out.values()); });
 }
 
+namespace {
+
+// The buffers of a call of `gated_delta`.
+struct GivenDelta {
+    Buffer<const float> qkv, z, steps, rates, kernel, a_log, dt_bias, norm;
+    Buffer<float> conv, recurrent, mixed, out;
+
+    bool take(PyObject* const* from) {
+        return qkv.take(from[0], "qkv") && z.take(from[1], "z") && steps.take(from[2], "steps") &&
+               rates.take(from[3], "rates") && kernel.take(from[4], "kernel") && a_log.take(from[5], "a_log") &&
+               dt_bias.take(from[6], "dt_bias") && norm.take(from[7], "norm") && conv.take(from[8], "conv", true) &&
+               recurrent.take(from[9], "recurrent", true) && mixed.take(from[10], "mixed", true) &&
+               out.take(from[11], "out", true);
+    }
+
+    // Whether all sizes fit; the number of tokens is set.
+    bool fit(DeltaWork* work) const {
+        const size_t heads = work->num_heads, channels = work->num_channels(), width = work->value_width();
+        if (!count_tokens("qkv", qkv.size(), channels, &work->num_tokens)) return false;
+        const size_t tokens = work->num_tokens;
+        return has_size("z", z.size(), tokens * width) && has_size("steps", steps.size(), tokens * heads) &&
+               has_size("rates", rates.size(), tokens * heads) &&
+               has_size("kernel", kernel.size(), channels * work->num_taps) &&
+               has_size("a_log", a_log.size(), heads) && has_size("dt_bias", dt_bias.size(), heads) &&
+               has_size("norm", norm.size(), work->num_values) &&
+               has_size("conv", conv.size(), channels * (work->num_taps - 1)) &&
+               has_size("recurrent", recurrent.size(), width * work->num_keys) &&
+               has_size("mixed", mixed.size(), tokens * channels) && has_size("out", out.size(), tokens * width);
+    }
+};
+
+}  // namespace
+
+PyObject* gated_delta_heads(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *from[12];
+    DeltaWork work = {};
+    int is_sigmoid;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOOOiiiiipf:gated_delta", &capsule, &from[0], &from[1], &from[2], &from[3],
+                          &from[4], &from[5], &from[6], &from[7], &from[8], &from[9], &from[10], &from[11],
+                          &work.num_key_heads, &work.num_heads, &work.num_keys, &work.num_values, &work.num_taps,
+                          &is_sigmoid, &work.eps))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    if (pool == nullptr) return nullptr;
+    for (int size : {work.num_key_heads, work.num_heads, work.num_keys, work.num_values})
+        if (size < 1 || size > kMaxHeads) return refuse("heads", "sizes out of range");
+    if (work.num_heads % work.num_key_heads) return refuse("heads", "keys are not shared by as many values each");
+    if (work.num_taps < 1 || work.num_taps > kMaxTaps) return refuse("taps", "expected 1 to 64");
+    if (work.num_channels() > kMaxRotated) return refuse("heads", "expected up to 2^24 channels");
+    GivenDelta given;
+    if (!given.take(from) || !given.fit(&work)) return nullptr;
+    work.is_sigmoid = is_sigmoid;
+    work.qkv = given.qkv.values();
+    work.z = given.z.values();
+    work.steps = given.steps.values();
+    work.rates = given.rates.values();
+    work.kernel = given.kernel.values();
+    work.a_log = given.a_log.values();
+    work.dt_bias = given.dt_bias.values();
+    work.norm = given.norm.values();
+    work.conv = given.conv.values();
+    work.recurrent = given.recurrent.values();
+    return unlocked([&] { return gated_delta(*pool, work, given.mixed.values(), given.out.values()); });
+}
+
 PyObject* norm_rows(PyObject*, PyObject* arguments) {
     PyObject *capsule, *inputs, *weights, *outputs;
     float eps;

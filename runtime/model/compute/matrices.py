@@ -4,7 +4,7 @@ A matrix may be in memory, in its stored bytes, or on disk. At most 16 MiB of it
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -187,6 +187,15 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     else:
         y = product_by_blocks(x, matrix.num_rows, matrix.num_cols, matrix.rows)
     return y if bias is None else y + bias
+
+
+def linear_each(x: Tensor, each: Sequence[Matrix]) -> list[Tensor]:
+    """Returns `linear` of each of some matrices of one input; native kernels take some side by side."""
+    found = [matrix.native if isinstance(matrix, DivisibleMatrix) else None for matrix in each]
+    native = [product for product in found if product is not None]
+    if not 1 < len(native) == len(each) <= cpu.MOST_PRODUCTS:
+        return [linear(x, matrix) for matrix in each]
+    return native[0].kernels.products(x, [(product.layout, product.rows) for product in native])
 
 
 def linear_by_group(x: Tensor, matrix: Matrix, num_groups: int) -> Tensor:

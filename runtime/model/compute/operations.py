@@ -131,6 +131,27 @@ class Operations:
         y = self.recur(*recurrence.gated(q, k, v, gates), state)
         return y if gates.skip is None else y + v * gates.skip[:, None]
 
+    def gated_delta(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        gates: "recurrence.Gates",
+        delta: "recurrence.DeltaNet",
+        state: states.LayerState,
+    ) -> Tensor:
+        """Returns what a Gated DeltaNet multiplies with `o`, float32 [T, heads * values].
+
+        Args:    qkv: float32 [T, channels], queries, keys and values before their convolution.   z: float32 [T, heads *
+                 values], the gates of outputs.
+        """
+        spec, num_tokens = delta.spec, len(qkv)
+        qkv = self.convolve(qkv, delta.kernel, None, state, activates=True)
+        q, k, v = torch.split(qkv, [spec.key_width, spec.key_width, spec.value_width], dim=1)
+        q, k = (each.view(num_tokens, spec.num_key_heads, spec.key_head_dim) for each in (q, k))
+        v = v.view(num_tokens, spec.num_value_heads, spec.value_head_dim)
+        y = self.rms_norm(self.recur_gated(q, k, v, gates, state), delta.out_norm, delta.eps)
+        return y.flatten(1) * (torch.nn.functional.silu if spec.gate == "silu" else torch.sigmoid)(z)
+
     def stored_product(self, weight: Tensor) -> Product:
         """Returns the product with a matrix of 16- or 32-bit values, [rows, columns]."""
         num_rows, num_cols = weight.shape
@@ -262,6 +283,18 @@ class NativeOperations(Operations):
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState
     ) -> Tensor:
         return self.kernels.recur(q, k, v, log_decay, rate, state.recurrent)
+
+    def gated_delta(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        gates: "recurrence.Gates",
+        delta: "recurrence.DeltaNet",
+        state: states.LayerState,
+    ) -> Tensor:
+        assert gates.rates is not None, "the delta rule has rates"
+        inputs, vectors = (qkv, z, gates.steps, gates.rates), (delta.kernel, gates.a_log, gates.dt_bias, delta.out_norm)
+        return self.kernels.gated_delta(inputs, vectors, delta.spec, delta.eps, state.conv, state.recurrent)
 
     def stored_product(self, weight: Tensor) -> Product:
         rows = weight.contiguous().view(torch.uint8).numpy()

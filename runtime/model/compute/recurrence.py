@@ -51,6 +51,16 @@ class Gates:
         return replace(self, steps=self.steps[rows], rates=None if self.rates is None else self.rates[rows])
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A Gated DeltaNet between its products: its convolution's kernel, and the norm of its heads' outputs."""
+
+    spec: mixers.GatedDeltaSpec
+    kernel: Tensor  # as for `convolve`
+    out_norm: Tensor  # float32 [values]
+    eps: float
+
+
 def gated(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Returns q, k, v, decays and rates of `recur` for those before gates, as `Gates` says."""
     step = softplus(gates.steps + gates.dt_bias)

@@ -1,5 +1,6 @@
 """The weights of a model, from a pack or a checkpoint, and the steps of a forward pass that have parameters alone."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.runtime.model.compute.expert import Expert
-from moe_pack.runtime.model.compute.matrices import Matrix, linear
+from moe_pack.runtime.model.compute.matrices import Matrix, linear, linear_each
 from moe_pack.runtime.model.compute.operations import Operations
 from moe_pack.runtime.model.compute.rotation import Rotation
 
@@ -58,6 +59,10 @@ class RoleWeights:
     def linear(self, x: Tensor, name: str, has_bias: bool = False) -> Tensor:
         """Returns `x @ matrix.T`, float32 [T, out], plus the vector `{name}_bias` if there is one."""
         return linear(x, self.matrix(name), self.vector(f"{name}_bias") if has_bias else None)
+
+    def linear_each(self, x: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Returns the products of x with each of some matrices, by name."""
+        return dict(zip(names, linear_each(x, [self.matrix(name) for name in names]), strict=True))
 
     def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """Returns the rms norm of x float32 [..., n] with a vector, and the model's eps if none is given."""

@@ -48,7 +48,10 @@ Bytes = NDArray[np.uint8]
 EIGHT_BIT = part_format(8, 64)
 WIDTHS = (FOUR_BIT, EIGHT_BIT)
 COLUMNS = (64, 576, 4096)
-FEW, FEW_OF_DENSE = 8, 32  # tokens that are multiplied one by one: of an expert, which panels serve at once, of a matrix
+FEW, FEW_OF_DENSE = (
+    8,
+    32,
+)  # tokens that are multiplied one by one: of an expert, which panels serve at once, of a matrix
 MANY_TOKENS, MANY_OF_DENSE = (9, 64, 65), (33, 64, 65)
 
 

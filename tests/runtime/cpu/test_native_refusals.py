@@ -84,6 +84,7 @@ def legal(name: str) -> Arguments:
             "d": D,
         },
         "dense": {"layout": row_numbers(layout, "weight"), "rows": dense, "x": floats(T, D), "out": floats(T, F)},
+        "dense_each": {"layout": row_numbers(layout, "weight"), "rows": dense, "out": floats(T, F), "x": floats(T, D)},
         "decode": {"layout": row_numbers(layout, "weight"), "rows": dense, "out": floats(F, D)},
         "put_in_panels": {"layout": row_numbers(layout, "weight"), "rows": matrix.copy()},
         "take_rows": {
@@ -108,6 +109,12 @@ def legal(name: str) -> Arguments:
         "convolve": {
             "x": floats(T, 6), "kernel": floats(6, 4), "bias": floats(6), "state": floats(3, 6), "out": floats(T, 6),
             "taps": 4,
+        },
+        "gated_delta": {
+            "qkv": floats(T, 48), "z": floats(T, 4, 7), "steps": floats(T, 4), "rates": floats(T, 4),
+            "kernel": floats(48, 4), "a_log": floats(4), "dt_bias": floats(4), "norm": floats(7), "conv": floats(3, 48),
+            "recurrent": floats(4, 5, 7), "mixed": floats(T, 48), "out": floats(T, 4, 7), "num_key_heads": 2,
+            "num_heads": 4, "num_keys": 5, "num_values": 7, "taps": 4, "is_sigmoid": False, "eps": 1e-6,
         },
         "scale_by_sigmoid": {"logits": floats(T), "y": floats(T, D), "d": D},
         "rms_norm": {"x": floats(T, D), "weight": floats(D), "eps": 1e-6, "out": floats(T, D)},
@@ -137,23 +144,28 @@ def call(name: str, arguments: Arguments) -> object:
     if name == "select":
         *selector, x, d = arguments.values()
         return native.select(pool, [tuple(selector)], x, d)
+    if name == "dense_each":
+        *matrix, x = arguments.values()
+        return native.dense_each(pool, [tuple(matrix)], x)
     if name == "panel_expert":  # in the caller's thread
         return native.panel_expert(*arguments.values())
     return getattr(native, name)(pool, *arguments.values())
 
 
-OPERATIONS = ("experts", "select", "dense", "decode", "gather", "attend")
-OPERATIONS += ("scale_by_sigmoid", "rms_norm", "rotate", "route", "recur", "convolve")
+OPERATIONS = ("experts", "select", "dense", "dense_each", "decode", "gather", "attend")
+OPERATIONS += ("scale_by_sigmoid", "rms_norm", "rotate", "route", "recur", "convolve", "gated_delta")
 OPERATIONS += ("put_in_panels", "take_rows", "expert_panel_bytes", "panel_expert")
 OUTPUTS = {
     "experts": ["y"],
     "select": ["a", "runs", "neurons"],
     "dense": ["out"],
+    "dense_each": ["out"],
     "decode": ["out"],
     "gather": ["out"],
     "attend": ["keys", "values", "out"],
     "recur": ["recurrent", "out"],
     "convolve": ["state", "out"],
+    "gated_delta": ["conv", "recurrent", "mixed", "out"],
     "scale_by_sigmoid": ["y"],
     "rms_norm": ["out"],
     "rotate": ["out"],
@@ -252,12 +264,14 @@ def test_an_input_may_be_read_only() -> None:
 SIZES = {
     "experts": {"y": 384, "selector": 400, "records": 800, "weights": 2, "a": 10, "runs": 10},
     "select": {"x": 256, "a": 10, "runs": 10, "neurons": 5},
-    "dense": {"rows": 320, "out": 15}, "decode": {"out": 640}, "gather": {"out": 240},
+    "dense": {"rows": 320, "out": 15}, "dense_each": {"rows": 320, "out": 15}, "decode": {"out": 640}, "gather": {"out": 240},
     "attend": {"q": 160, "k": 120, "v": 120, "q_norm": 20, "k_norm": 20, "cosines": 18, "sines": 21, "keys": 400,
                "values": 440, "out": 240},
     "route": {"logits": 12, "bias": 6, "experts": 6, "weights": 6},
     "recur": {"q": 30, "k": 30, "v": 56, "log_decay": 60, "rate": 12, "recurrent": 140, "out": 84},
     "convolve": {"x": 12, "kernel": 20, "bias": 6, "state": 18, "out": 18},
+    "gated_delta": {"qkv": 96, "z": 84, "steps": 12, "rates": 12, "kernel": 192, "a_log": 4, "dt_bias": 4, "norm": 7,
+                    "conv": 144, "recurrent": 140, "mixed": 144, "out": 84},
     "scale_by_sigmoid": {"logits": 3, "y": 256},
     "rms_norm": {"x": 256, "out": 384}, "rotate": {"x": 384, "hartley": 9, "out": 576},
     "put_in_panels": {"rows": 2480}, "take_rows": {"out": 160},
@@ -303,6 +317,7 @@ VALUES: dict[tuple[str, str], list[Arguments]] = {
     ("experts", "panels: the layout has none"): [{"panels": np.zeros(PANEL_BYTES, np.uint8)}],
     ("dense", "layout: these kernels have no panels"): [PANELLED | {"out": floats(T, MATRIX_ROWS)}],
     ("dense", "rows: no whole panels"): [{"layout": PANELLED["layout"]}],
+    ("dense_each", "layout: these kernels have no panels"): [PANELLED | {"out": floats(T, MATRIX_ROWS)}],
     ("decode", "layout: rows are in panels"): [PANELLED | {"out": floats(MATRIX_ROWS, D)}],
     ("put_in_panels", "layout: rows are in panels already"): [{"layout": PANELLED["layout"]}],
     ("take_rows", "layout: rows are in no panels"): [{"layout": row_numbers(MATRIX[0], "weight")}],
@@ -338,6 +353,10 @@ VALUES: dict[tuple[str, str], list[Arguments]] = {
     ("recur", "heads: keys are not shared by as many values each"): [{"num_key_heads": 3}],
     ("convolve", "taps: expected 1 to 64"): [{"taps": 0}, {"taps": 65}],
     ("convolve", "kernel: expected 1 to 2^24 channels"): [{"kernel": floats(0)}],
+    ("gated_delta", "heads: sizes out of range"): [{"num_heads": 0}, {"num_keys": -5}, {"num_values": 65538}],
+    ("gated_delta", "heads: keys are not shared by as many values each"): [{"num_key_heads": 3}],
+    ("gated_delta", "heads: expected up to 2^24 channels"): [{"num_heads": 1 << 16, "num_values": 1 << 16}],
+    ("gated_delta", "taps: expected 1 to 64"): [{"taps": 0}, {"taps": 65}],
     ("route", "kind: expected 0 to 5"): [{"kind": -1}, {"kind": 6}],
     ("route", "experts: expected 1 to 2^20"): [{"num_experts": 0}, {"num_experts": 2**30}],
     ("route", "chosen: more than there are, or none"): [{"chosen": 0}, {"chosen": 7}],
@@ -355,6 +374,16 @@ def test_what_lies_outside_is_refused() -> None:
         for change in changes:
             with case((operation, *change.items())):
                 assert_refused(operation, legal(operation) | change, message)
+
+
+def test_products_side_by_side_are_of_one_to_four_tuples() -> None:
+    layout, rows, out, x = legal("dense_each").values()
+    for matrices in ([], [(layout, rows, out)] * 5):
+        with pytest.raises(ValueError, match="matrices: expected 1 to 4"):
+            native.dense_each(open_pool(), matrices, x)
+    for matrix in ([layout, rows, out], None, (layout, rows)):
+        with case(type(matrix)), pytest.raises(REFUSED):
+            native.dense_each(open_pool(), [matrix], x)
 
 
 def test_the_first_and_last_of_everything_pass() -> None:

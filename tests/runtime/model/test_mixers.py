@@ -2,7 +2,9 @@
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -11,13 +13,16 @@ from support.families import Tiny, token_ids, write
 from support.models import pack
 from support.native import INSTRUCTION_SETS, kernels_limited_to
 from support.specs import GROUPED, HYBRID
+from torch.testing import assert_close
 
 from moe_pack.formats import Pack
+from moe_pack.formats.parts import GatedDeltaSpec
 from moe_pack.formats.parts.specs import cache_values, state_values
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.model import Decoder, PackWeights, open_weights, operations_for
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, LayerState
-from moe_pack.runtime.model.compute.recurrence import convolve, recur
+from moe_pack.runtime.model.compute.operations import NativeOperations, Operations
+from moe_pack.runtime.model.compute.recurrence import DeltaNet, Gates, convolve, recur
 from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload.budgets import cache_bytes
 
@@ -138,12 +143,59 @@ def test_native_kernels_do_what_torch_does(instruction_set: str) -> None:
                 assert torch.equal(ours, theirs.conv)
 
 
+class DeltaGiven:
+    """Random inputs of a Gated DeltaNet, some large: queries, keys and values together, gates, and its weights."""
+
+    def __init__(self, num_tokens: int, sizes: tuple[int, int, int, int], taps: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator) * (10 if seed % 4 == 3 else 1)
+
+        gate: Literal["silu", "sigmoid"] = "silu" if seed % 2 else "sigmoid"
+        spec = GatedDeltaSpec("gated_delta_net", (0,), *sizes, taps, interleaved=False, gate=gate)
+        heads = spec.num_value_heads
+        self.inputs = random(num_tokens, spec.conv_channels), random(num_tokens, spec.value_width)
+        gates = random(num_tokens, heads), random(num_tokens, heads), random(heads).clamp(max=3), random(heads)
+        self.gates = Gates(*gates)
+        kernel, out_norm = random(spec.conv_channels * taps), random(spec.value_head_dim)
+        self.delta = DeltaNet(spec, kernel, out_norm, 1e-6)
+        recurrent = torch.randn(heads, spec.key_head_dim, spec.value_head_dim, generator=generator)
+        self.state = LayerState(random(taps - 1, spec.conv_channels), recurrent)
+
+    def ran(self, operations: Operations, *pieces: int) -> tuple[Tensor, LayerState]:
+        """What tokens give that enter together, as many as each piece says, and the state after them."""
+        state, found, first = self.state.copied(), list[Tensor](), 0
+        for piece in pieces:
+            rows, first = slice(first, first + piece), first + piece
+            qkv, z = (each[rows] for each in self.inputs)
+            found.append(operations.gated_delta(qkv, z, self.gates.of_rows(rows), self.delta, state))
+        return torch.cat(found), state
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_a_native_gated_delta_net_does_what_torch_does(instruction_set: str) -> None:
+    kernels = kernels_limited_to(instruction_set)
+    for seed, (num_tokens, sizes) in enumerate(product((1, 7, 40), ((1, 1, 4, 3), (2, 6, 20, 33), (16, 32, 64, 64)))):
+        with case(num_tokens, sizes):
+            given = DeltaGiven(num_tokens, sizes, taps=2 + seed % 3, seed=seed)
+            expected, after = given.ran(Operations(), num_tokens)
+            found, state = given.ran(NativeOperations(kernels), num_tokens)
+            assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert_close(state.recurrent, after.recurrent, rtol=1e-4, atol=1e-4)
+            assert torch.equal(state.conv, after.conv)
+            one_by_one, own = given.ran(NativeOperations(kernels), *(1,) * num_tokens)
+            assert torch.equal(one_by_one, found) and torch.equal(own.recurrent, state.recurrent)
+
+
 def test_native_results_do_not_depend_on_threads() -> None:
     given, results = Given(5, (16, 32, 64, 64), by_key=False, has_rate=True), []
     for threads in [1, 2, 3]:
         with closing(Kernels(threads)) as kernels:
             state = given.before.clone()
-            results.append((kernels.recur(given.q, given.k, given.v, given.log_decay, given.rate, state), state))
+            ran, after = DeltaGiven(5, (16, 32, 64, 64), taps=4, seed=0).ran(NativeOperations(kernels), 5)
+            recurred = kernels.recur(given.q, given.k, given.v, given.log_decay, given.rate, state)
+            results.append((recurred, state, ran, after.recurrent, after.conv))
     assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(one, results[0], strict=True))
 
 
