@@ -202,11 +202,10 @@ def _cpu_budget(setup: Setup) -> int | None:
         return options.whole_budget
     predictor_bytes = offload.routing_bytes(setup.pack.folder)
     needed = offload.whole_bytes(layout, setup.context_tokens, predictor_bytes, setup.sequences)
-    most = machine.usual_bytes()
-    if most is not None and needed > most:
-        return most
-    asks_for_offload = options.offload_only() or options.policy != "auto" or options.read != "auto"
-    return needed if asks_for_offload else None
+    usual, mapped = machine.usual_bytes(), machine.mapped_bytes()
+    if options.offload_only() or options.policy != "auto" or options.read != "auto":
+        return needed if usual is None else min(needed, usual)
+    return None if mapped is None or needed <= mapped else usual
 
 
 def choose_device(

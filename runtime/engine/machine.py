@@ -16,7 +16,7 @@ from moe_pack.formats.base import json_files
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc's malloc.h
 _LARGE_BYTES = 4 << 20
-_USUAL_SHARE = 0.75  # of free memory
+_USUAL_SHARE, _MAPPED_SHARE = 0.75, 0.9  # of free memory; others that need memory get that of mapped files at once
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
@@ -37,6 +37,12 @@ def usual_bytes() -> int | None:
     """Returns the memory that a run takes if no option says how much; None if the free memory is not known."""
     free = available_bytes()
     return None if free is None else int(_USUAL_SHARE * free)
+
+
+def mapped_bytes() -> int | None:
+    """Returns the memory that a mapped pack may take if no option says how much; None if the free memory is not known."""
+    free = available_bytes()
+    return None if free is None else int(_MAPPED_SHARE * free)
 
 
 def total_bytes() -> int | None:

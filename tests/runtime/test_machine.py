@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cases import case
+from support.models import PackMaker
 
-from moe_pack.formats import RunError
+from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import (
     DiskFacts,
+    Engine,
+    EngineOptions,
     FixedCosts,
     MachineFacts,
     WidthRate,
     load_facts,
     save_facts,
 )
+from moe_pack.runtime.engine import machine
 from moe_pack.runtime.engine.machine import CpuFacts, LinkFacts, ReadRate, SizedRate, facts_file
+from moe_pack.runtime.offload.budgets import whole_bytes
 
 SIZES = [4096 << i for i in range(13)]
 
@@ -189,3 +195,23 @@ def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(RunError, match=r"doctor-.*\.json: cannot be written \(Not a directory\)$"):
         save_facts(facts(), tmp_path / "file" / "cache", tmp_path)
+
+
+def test_a_pack_is_mapped_in_nine_tenths_of_the_free_memory(
+    demo_pack: PackMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A little more than that offloads it, in three quarters; an option of offload takes no more than these."""
+    with Pack(demo_pack("up", 4)) as opened:
+        options, context = EngineOptions(device="cpu"), 64
+        needed = whole_bytes(opened.layout, context, 0)
+        for free, own, expected in (
+            (needed * 10 // 9 + 2, options, None),
+            (needed * 10 // 9 - 2, options, (needed * 10 // 9 - 2) * 3 // 4),
+            (needed * 10 // 9 + 2, replace(options, policy="lru"), (needed * 10 // 9 + 2) * 3 // 4),
+            (2 * needed, replace(options, policy="lru"), needed),
+        ):
+            with case(free / needed, own.policy):
+                monkeypatch.setattr(machine, "available_bytes", lambda free=free: free)
+                with Engine(opened, own, context) as engine:
+                    found = None if engine.plan is None else engine.plan.budget
+                assert found == expected

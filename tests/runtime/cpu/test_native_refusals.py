@@ -264,7 +264,8 @@ def test_an_input_may_be_read_only() -> None:
 SIZES = {
     "experts": {"y": 384, "selector": 400, "records": 800, "weights": 2, "a": 10, "runs": 10},
     "select": {"x": 256, "a": 10, "runs": 10, "neurons": 5},
-    "dense": {"rows": 320, "out": 15}, "dense_each": {"rows": 320, "out": 15}, "decode": {"out": 640}, "gather": {"out": 240},
+    "dense": {"rows": 320, "out": 15}, "dense_each": {"rows": 320, "out": 15}, "decode": {"out": 640},
+    "gather": {"out": 240},
     "attend": {"q": 160, "k": 120, "v": 120, "q_norm": 20, "k_norm": 20, "cosines": 18, "sines": 21, "keys": 400,
                "values": 440, "out": 240},
     "route": {"logits": 12, "bias": 6, "experts": 6, "weights": 6},
