@@ -6,7 +6,7 @@ expert's extent by its CRC-32 at its first read. It never decodes weights.
 
 import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,8 +88,8 @@ class Pack:
     def read_file(self, name: str) -> NDArray[np.uint8]:
         """Reads all bytes of a file without experts, and checks its SHA-256: u8, own memory. Raises PackError."""
         listed = self._files[name]
-        raw = self._reader(name).read(0, listed.bytes)
-        if hashlib.sha256(raw.data).hexdigest() != listed.sha256:
+        raw, digest = self._reader(name).read_hashed(listed.bytes)
+        if digest != listed.sha256:
             raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
         return raw
 
@@ -123,6 +123,14 @@ class Pack:
             raise PackError(f"{name}: ends at byte {len(self._maps[layer_idx])}, expected {offset + num_bytes}")
         self._check_extent(layer_idx, expert, mapped, checksum)
         return mapped
+
+    def read_ahead(self, layer_idx: int, experts: Iterable[int]) -> None:
+        """Has the system begin to read experts, which `map_extent` will map, unless they were checked."""
+        reader = self._reader(self.manifest.expert_files[layer_idx].name)
+        for expert in experts:
+            if (layer_idx, expert) not in self._checked:
+                num_bytes = self.layout.experts[layer_idx][expert].num_bytes
+                reader.read_ahead(self.layout.offsets[layer_idx][expert], num_bytes)
 
     def is_cut(self, layer_idx: int) -> bool:
         """Returns whether a layer's file is now too short. Its map hides that: a cut page ends in zeros."""

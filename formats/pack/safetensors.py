@@ -10,6 +10,8 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,14 +73,34 @@ class RangeReader:
 
         Raises:  the reader's error if the file ends before the range, memory is too small, or the disk fails.
         """
+        out = self._room(offset, num_bytes)
+        self.read_into(offset, out.data)
+        return out
+
+    def read_hashed(self, num_bytes: int) -> tuple[NDArray[np.uint8], str]:
+        """Returns the first bytes of the file as `read`, and their SHA-256 in hexadecimal, while a thread reads ahead.
+
+        Raises:  as `read`.
+        """
+        out, digest = self._room(0, num_bytes), hashlib.sha256()
+        starts = range(0, num_bytes, _HASH_CHUNK_BYTES)
+        pieces = [(start, out.data[start : start + _HASH_CHUNK_BYTES]) for start in starts]
+        with ThreadPoolExecutor(1, "read ahead") as ahead:
+            reading = [ahead.submit(self.read_into, *piece) for piece in pieces[:1]]
+            for number, (_, view) in enumerate(pieces):
+                reading.pop().result()
+                reading = [ahead.submit(self.read_into, *piece) for piece in pieces[number + 1 : number + 2]]
+                digest.update(view)
+        return out, digest.hexdigest()
+
+    def _room(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Returns memory for a range of the file, which has it; raises as `read`."""
         if num_bytes > self.num_bytes - offset:
             raise self._error(f"{self._place}: ends at byte {self.num_bytes}, expected {offset + num_bytes}")
         try:
-            out = np.empty(num_bytes, np.uint8)
+            return np.empty(num_bytes, np.uint8)
         except MemoryError as fault:
             raise self._error(f"{self._place}: {num_bytes:,} bytes of it do not fit into memory") from fault
-        self.read_into(offset, out.data)
-        return out
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fills memory with a range of the file. Raises as `read`."""
@@ -110,6 +132,12 @@ class RangeReader:
             return np.frombuffer(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ), np.uint8)
         except (OSError, ValueError) as fault:
             raise self._error(f"{self._place}: cannot be mapped ({fault})") from fault
+
+    def read_ahead(self, offset: int, num_bytes: int) -> None:
+        """Has the system begin to read a range into its cache, where it can be asked; nothing waits for it."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # a file system without it
+                os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def check_content(self) -> None:
         """Refuses what downloads leave in the file's place, as the function `check_content`."""

@@ -40,7 +40,7 @@ def usual_bytes() -> int | None:
 
 
 def mapped_bytes() -> int | None:
-    """Returns the memory that a mapped pack may take if no option says how much; None if the free memory is not known."""
+    """Returns the memory that a mapped pack may take if no option says how much; None if that is not known."""
     free = available_bytes()
     return None if free is None else int(_MAPPED_SHARE * free)
 

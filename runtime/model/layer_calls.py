@@ -202,8 +202,10 @@ class LayerCalls:
         self._native.end(layer, arrays)
 
     def _set_chosen(self, layer: int, arrays: cpu.LayerPass) -> None:
-        assert arrays.experts is not None
-        for expert in np.unique(arrays.experts).tolist():
+        assert arrays.experts is not None and isinstance(self._weights, MappedPackWeights)
+        experts = [e for e in np.unique(arrays.experts).tolist() if (layer, e) not in self._set_experts]
+        self._weights.read_ahead(self._layer_idx[layer], experts)
+        for expert in experts:
             self._set_expert(layer, expert)
 
     def _set_expert(self, layer: int, expert: int) -> None:

@@ -344,6 +344,7 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
             self.observer.routed(layer_idx, experts.numpy())
         works = []
         self._take_panels()
+        self.read_ahead(layer_idx, np.unique(experts.numpy()).tolist())
         x, router_weights = layers.expert_inputs(x, router_weights, self, layer_idx)
         for number, tokens, weights in tokens_by_expert(experts, router_weights):
             expert = self._mapped_expert(layer_idx, number)
@@ -368,6 +369,10 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         """Returns the rows of an expert in its mapped file; raises PackError if it is damaged."""
         self._take_panels()
         return self._mapped_expert(layer_idx, expert).rows
+
+    def read_ahead(self, layer_idx: int, experts: list[int]) -> None:
+        """Has the system read all experts at once that are about to be mapped: page by page a disk is far slower."""
+        self._pack.read_ahead(layer_idx, experts)
 
     def _take_panels(self) -> None:
         for key, panels in self.panels.made_since(self._num_panels):

@@ -39,7 +39,7 @@ class Start:
 
 def commands(pack: Path, llama_python: Path | None, threads: int) -> dict[str, tuple[list[str], str]]:
     """Returns the command of each program, and its standard input."""
-    lengths = ["--prompt-tokens", str(_PROMPT_TOKENS), "--max-tokens", "1", "--threads", str(threads)]
+    lengths = ["--prompt-tokens", str(_PROMPT_TOKENS), "--max-tokens", "1", "--threads", str(threads), "--seed", "0"]
     programs = {"moe-run": ([sys.executable, *MOE_RUN, str(pack), *lengths], "")}
     if llama_python is not None:
         gguf, prompt = make_gguf(pack), list(range(1, _PROMPT_TOKENS))

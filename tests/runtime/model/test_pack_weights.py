@@ -18,7 +18,7 @@ from support.random_experts import random_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, Matrix, Pack, PackError, Selector, part_format
+from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, Matrix, Pack, PackError, RangeReader, Selector, part_format
 from moe_pack.formats.families.registry import model_types
 from moe_pack.formats.pack.layouts import expert_layout, write_rows
 from moe_pack.formats.pack.writer import rewrite_thresholds
@@ -167,6 +167,27 @@ def test_the_same_bytes_are_counted(packs: dict[Selector, Path], native: model.N
         for weights in (plain, mapped):
             logits(weights, IDS)
         assert mapped.bytes_read == plain.bytes_read > 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_the_system_is_asked_for_a_layers_experts_before_one_is_mapped(
+    packs: dict[Selector, Path], native: model.NativeOperations, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By calls of layers and without them; each expert once."""
+    asked = list[tuple[int, int]]()
+
+    def ask(reader: RangeReader, offset: int, num_bytes: int) -> None:
+        asked.append((offset, num_bytes))
+
+    monkeypatch.setattr(RangeReader, "read_ahead", ask)
+    with Pack(packs["up"]) as opened, closing(model.open_weights(opened, CPU, native)) as weights:
+        assert isinstance(weights, MappedPackWeights)
+        decoder = model.Decoder(weights, 64)
+        for ids in (IDS[:1] * num_tokens, IDS[:1] * num_tokens):
+            decoder.reset()
+            decoder.next_logits(ids)
+            offsets, experts = opened.layout.offsets, opened.layout.experts
+            assert sorted(asked) == sorted((offsets[l][e], experts[l][e].num_bytes) for l, e in weights._mapped)
 
 
 @pytest.fixture(params=SELECTORS)
