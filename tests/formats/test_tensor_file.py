@@ -1,6 +1,9 @@
 """Safetensors headers: each rule of the reader broken by hand, and the nearest file that keeps it."""
 
+import errno
+import hashlib
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.cases import assert_each, case, line_of
 from support.reseal import safetensors_bytes
 
-from moe_pack.formats import PackError
+from moe_pack.formats import PackError, RangeReader, base
 from moe_pack.formats.pack.safetensors import assemble, lay_out, read_header
 
 
@@ -201,3 +204,31 @@ def test_a_layout_puts_each_group_on_a_boundary_and_names_every_gap(path: Path, 
     ]
     assert start % align == 0 and layout.num_bytes == start + 3 * align
     assert json.loads(layout.header[8:])["s"]["data_offsets"] == [2 * align, 2 * align + 1]
+
+
+def test_a_file_is_read_with_its_digest_whatever_its_size(path: Path) -> None:
+    """Of no piece, one, exactly two, and two and a half; what ends early, or fails in a later piece, is refused."""
+    piece = 8 << 20
+    for num_bytes in (0, 1, piece, 2 * piece, 2 * piece + piece // 2 + 3):
+        with case(num_bytes):
+            raw = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+            path.write_bytes(raw.tobytes() + b"rest")
+            with closing(RangeReader(path, PackError)) as reader:
+                found, digest = reader.read_hashed(num_bytes)
+                assert np.array_equal(found, raw) and digest == hashlib.sha256(raw.tobytes()).hexdigest()
+                with pytest.raises(PackError, match=f"ends at byte {num_bytes + 4}, expected {num_bytes + 5}"):
+                    reader.read_hashed(num_bytes + 5)
+
+
+def test_a_fault_while_a_file_is_read_with_its_digest_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(bytes(20 << 20))
+
+    def fail(descriptor: int, view: memoryview, offset: int) -> int:
+        if offset:
+            raise OSError(errno.EIO, "Input/output error")
+        return len(view)
+
+    monkeypatch.setattr(base, "read_at", fail)
+    message = r"read failed at byte 8388608 \(Input/output error\)"
+    with closing(RangeReader(path, PackError)) as reader, pytest.raises(PackError, match=message):
+        reader.read_hashed(20 << 20)

@@ -11,7 +11,7 @@
 namespace moe_pack {
 
 constexpr int32_t kFewTokens = 3;    // so many go one by one, from rows in cache; more share decoded rows
-constexpr int32_t kFewOfWhole = 8;   // likewise, where all neurons run: then panels, if there are any, serve so many at once
+constexpr int32_t kFewOfWhole = 4;   // likewise, where all neurons run: in panels twice as many would pay, in rows fewer
 constexpr int32_t kFewOfDense = 32;  // likewise, of a dense matrix in panels
 constexpr int32_t kManyTokens = 64;  // at once
 constexpr int32_t kManyRows = 128;   // decoded at once, so many columns of them: with as many columns of the tokens

@@ -48,11 +48,9 @@ Bytes = NDArray[np.uint8]
 EIGHT_BIT = part_format(8, 64)
 WIDTHS = (FOUR_BIT, EIGHT_BIT)
 COLUMNS = (64, 576, 4096)
-FEW, FEW_OF_DENSE = (
-    8,
-    32,
-)  # tokens that are multiplied one by one: of an expert, which panels serve at once, of a matrix
-MANY_TOKENS, MANY_OF_DENSE = (9, 64, 65), (33, 64, 65)
+FEW, FEW_OF_DENSE = 4, 32  # tokens that are multiplied one by one: of an expert, of a matrix
+AT_ONCE = 8  # tokens of an expert in panels
+MANY_TOKENS, MANY_OF_DENSE = (5, 64, 65), (33, 64, 65)
 
 
 def has_panels(kernels: Kernels) -> bool:
@@ -196,7 +194,7 @@ def test_few_rounded_inputs_of_panels_have_16_bits(kernels: Kernels, one_thread:
             with case((format_text(stored), num_cols, digits, threads.threads)), rounding(threads, digits):
                 found = torch.cat([matrix.product(x[token : token + 1], threads) for token in range(FEW_OF_DENSE)])
                 matrix.assert_near(x, found, times_error=ROUNDED_ERROR)
-                for num_tokens in (2, 3, FEW, 31, FEW_OF_DENSE):
+                for num_tokens in (2, 3, 8, 31, FEW_OF_DENSE):
                     assert torch.equal(matrix.product(x[:num_tokens], threads), found[:num_tokens])
                 with threads.tokens_alone():
                     assert torch.equal(matrix.product(x, threads), found)
@@ -296,7 +294,7 @@ def picked(selected: SelectedNeurons, first: int, stop: int, step: int = 1) -> S
 def test_rows_and_panels_give_an_expert_the_same_bits(kernels: Kernels, one_thread: Kernels) -> None:
     """One by one, a few together, each as if it were alone, with any threads, wherever panels begin."""
     for name, expert in experts():
-        num_tokens = 2 * FEW + 3
+        num_tokens = 2 * AT_ONCE + 3
         x, rows = random_tokens(num_tokens, expert.shape.num_cols), expert.rows()
         expected = each_alone(rows, x, one_thread)
         for form, threads in product(
@@ -308,7 +306,7 @@ def test_rows_and_panels_give_an_expert_the_same_bits(kernels: Kernels, one_thre
                     assert torch.equal(run(form, x, range(first, stop), threads), expected[first:stop])
                 with threads.tokens_alone():
                     assert torch.equal(run(form, x, range(num_tokens), threads), expected)
-                    assert torch.equal(run(form, x, range(FEW), threads), expected[:FEW])
+                    assert torch.equal(run(form, x, range(AT_ONCE), threads), expected[:AT_ONCE])
 
 
 def test_an_expert_is_near_the_reference(kernels: Kernels, digits: int) -> None:
