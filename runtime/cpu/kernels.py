@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,10 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.formats.pack.layouts import Part
-from moe_pack.formats.parts import GatedDeltaSpec, GroupedQuerySpec
+from moe_pack.formats.parts import GroupedQuerySpec
+
+if TYPE_CHECKING:
+    from moe_pack.formats.parts import GatedDeltaSpec  # most models have no mixers
 
 _why_unavailable: str | None = None
 try:
@@ -315,7 +318,7 @@ class Kernels:
         self,
         inputs: tuple[Tensor, Tensor, Tensor, Tensor],
         vectors: tuple[Tensor, Tensor, Tensor, Tensor],
-        spec: GatedDeltaSpec,
+        spec: "GatedDeltaSpec",
         eps: float,
         conv: Tensor,
         recurrent: Tensor,
