@@ -77,6 +77,15 @@ struct GivenAttention {
     }
 };
 
+// Whether the sizes of a recurrence's heads fit.
+template <class Work>
+bool heads_fit(const Work& work) {
+    for (int size : {work.num_key_heads, work.num_heads, work.num_keys, work.num_values})
+        if (size < 1 || size > kMaxHeads) return refuse("heads", "sizes out of range") != nullptr;
+    return work.num_heads % work.num_key_heads == 0 ||
+           refuse("heads", "keys are not shared by as many values each") != nullptr;
+}
+
 }  // namespace
 
 PyObject* attend_heads(PyObject*, PyObject* arguments) {
@@ -118,9 +127,7 @@ PyObject* recur_heads(PyObject*, PyObject* arguments) {
         return nullptr;
     Pool* pool = pool_of(capsule);
     if (pool == nullptr) return nullptr;
-    for (int size : {work.num_key_heads, work.num_heads, work.num_keys, work.num_values})
-        if (size < 1 || size > kMaxHeads) return refuse("heads", "sizes out of range");
-    if (work.num_heads % work.num_key_heads) return refuse("heads", "keys are not shared by as many values each");
+    if (!heads_fit(work)) return nullptr;
     Buffer<const float> q, k, v, log_decay, rate;
     Buffer<float> recurrent, out;
     if (!q.take(from[0], "q") || !k.take(from[1], "k") || !v.take(from[2], "v") ||
@@ -217,9 +224,7 @@ PyObject* gated_delta_heads(PyObject*, PyObject* arguments) {
         return nullptr;
     Pool* pool = pool_of(capsule);
     if (pool == nullptr) return nullptr;
-    for (int size : {work.num_key_heads, work.num_heads, work.num_keys, work.num_values})
-        if (size < 1 || size > kMaxHeads) return refuse("heads", "sizes out of range");
-    if (work.num_heads % work.num_key_heads) return refuse("heads", "keys are not shared by as many values each");
+    if (!heads_fit(work)) return nullptr;
     if (work.num_taps < 1 || work.num_taps > kMaxTaps) return refuse("taps", "expected 1 to 64");
     if (work.num_channels() > kMaxRotated) return refuse("heads", "expected up to 2^24 channels");
     GivenDelta given;
