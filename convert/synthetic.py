@@ -289,13 +289,17 @@ _RANKS, _LOGITS, _ROWS = 1, 2, 3  # keys of random streams
 _DRAWS = 16384  # tokens for which logits are drawn
 _ROUNDS = 12
 _MOST = 0.95  # share of tokens: if all tokens chose an expert, there would be no choice
+_DIGITS = 12  # behind the point, of a share
 _LEAST = 0.02  # of an even share: with experts that no token chooses, the model would be a smaller one
 
 
 def skewed_popularity(spec: formats.ModelSpec, skew: float, seed: int) -> Floats:
-    """Returns the share of tokens for each expert, [L, E], by Zipf's law: as `r ** -skew`, with drawn ranks r."""
+    """Returns the share of tokens for each expert, [L, E], by Zipf's law: as `r ** -skew`, with drawn ranks r.
+
+    Shares are rounded to `_DIGITS` digits: the last ones of a power depend on the CPU, and plans compare such shares.
+    """
     E = spec.router.num_experts
-    shares = _shares(np.arange(1.0, E + 1) ** -skew, spec.router.num_experts_per_tok)
+    shares = _shares(np.arange(1.0, E + 1) ** -skew, spec.router.num_experts_per_tok).round(_DIGITS)
     generator = np.random.Generator(random_stream(seed, _RANKS))
     return np.stack([shares[generator.permutation(E)] for _ in spec.moe_layers])
 
