@@ -26,6 +26,11 @@ struct Ymm {
     using Floats = __m256;
     static constexpr int32_t lanes = 8;
 
+    // Tokens at once, whose sums leave registers to what they share.
+    static constexpr int tokens_at_once(int width, int digits) {
+        return width == 4 ? (digits == 2 ? 2 : 1) : digits == 2 ? 4 : 2;
+    }
+
     static Ints zero() { return _mm256_setzero_si256(); }
     static Ints load(const void* from) { return load_bytes(from); }
     static Ints broadcast(const void* word) { return _mm256_set1_epi32(word_at(word)); }
@@ -47,7 +52,7 @@ struct Ymm {
 inline void fetch(PanelAhead& ahead, int32_t num_bytes) {
     if (ahead.at == nullptr) return;
     for (int32_t line = 0; line < num_bytes; line += kLineBytes) {
-        __builtin_prefetch(ahead.at + line);
+        fetch_line(ahead.at + line);
     }
     ahead.pass(num_bytes);
 }
@@ -79,9 +84,6 @@ inline typename R::Floats total_of(typename R::Ints low, typename R::Ints high) 
     if constexpr (DIGITS == 2) return R::floats(low);
     return R::multiply_add(R::floats(high), R::set(high_unit(WIDTH)), R::floats(low));
 }
-
-// Tokens at once, whose sums leave registers to what they share.
-constexpr int tokens_at_once(int width, int digits) { return width == 4 ? (digits == 2 ? 2 : 1) : digits == 2 ? 4 : 2; }
 
 constexpr int32_t input_bytes(int width) { return width == 4 ? kDigitBytes : 4 * kBlock; }  // of a block
 
@@ -227,7 +229,7 @@ void dot_panel(const Part& part, const uint8_t* panel, PanelAhead& all_ahead, co
             }
             const uint8_t* soon = wanted(ahead, panel, block_bytes);
             Sums::template add_bytes<DIGITS, TOKENS>(panel, soon, words, blocks);
-            __builtin_prefetch(soon + code_bytes);
+            fetch_line(soon + code_bytes);
         }
         const uint8_t* scales = panel + code_bytes;
         for (int v = 0; v < BlockSums<R>::count; ++v) {
@@ -315,7 +317,7 @@ void dot_panels_of(const Part& part, const uint8_t* panels, size_t stride, int32
                    int32_t num_tokens, PanelAhead& ahead) {
     for (int32_t p = 0; p < count; ++p) {
         PanelDots<R, Sums, WIDTH, DIGITS> dots{part, panels + p * stride, tokens, ahead};
-        by_tokens<tokens_at_once(WIDTH, DIGITS)>(num_tokens, dots);
+        by_tokens<R::tokens_at_once(WIDTH, DIGITS)>(num_tokens, dots);
         for (int32_t t = 0; t < num_tokens; ++t) {
             tokens[t].out += kPanelRows;
         }
@@ -448,17 +450,17 @@ struct TileFactors {
     alignas(32) int32_t digits[kFours][kDigits][kTotals];
     alignas(32) float units[kTotals];
 
-    // `num_groups`: at most eight. zeros[g] += h * scale * zero. `top`: what the largest becomes. `soon`: null, or a line a
-    // row to prefetch.
+    // `num_groups`: at most eight. zeros[g] += h * scale * zero. `top`: what the largest becomes. `ahead`: fetched by
+    // lines as rows are.
     template <class ScalesOf>
     void take(const ScalesOf& scales_of, int32_t num_rows, int32_t num_groups, const float* h, float* zeros, float top,
-              const uint8_t* soon = nullptr) {
+              PanelAhead ahead = {}) {
         __m256 factors[kMaxTile], peak = _mm256_set1_ps(kLeastPeak), zero_sum = _mm256_load_ps(zeros);
         __m256 faults = _mm256_setzero_ps();  // bits where a factor is not finite
         const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
         const __m256 infinity = _mm256_set1_ps(__builtin_inff());
         for (int32_t r = 0; r < num_rows; ++r) {
-            if (soon != nullptr) __builtin_prefetch(soon + r * kLineBytes);
+            if (r % 2 == 0) fetch(ahead, kLineBytes);
             const __m256 factor =
                 _mm256_mul_ps(load_halves(scales_of.scales(r), num_groups), _mm256_broadcast_ss(h + r));
             zero_sum = _mm256_fmadd_ps(factor, load_halves(scales_of.zeros(r), num_groups), zero_sum);
@@ -555,11 +557,12 @@ struct PanelSums {
             const int32_t count = part.num_groups - first < kDownGroups ? part.num_groups - first : kDownGroups;
             const int32_t scale_bytes = 2 * 2 * kMaxTile * count;
             TileFactors factors[TOKENS];
-            const uint8_t* soon = wanted(ahead, tile, scale_bytes);
+            const PanelAhead scales_ahead = ahead;
+            if (ahead.at != nullptr) ahead.pass(scale_bytes);
             for (int t = 0; t < TOKENS; ++t) {
                 factors[t].take(ScalesOfTile{tile, count}, kMaxTile, count, own_h + t * kMaxTile,
                                 own_sums + t * floats + part.num_cols + first, top_of(DIGITS),
-                                t == 0 ? soon : nullptr);
+                                t == 0 ? scales_ahead : nothing);
             }
             tile += scale_bytes;
             for (int32_t lane = 0; lane < count; ++lane) {
@@ -588,7 +591,7 @@ template <class R, class Sums, int DIGITS>
 void add_panels(const Part& part, const uint8_t* tile, const float* h, int32_t num_tokens, PanelAhead& ahead,
                 float* sums, size_t floats) {
     PanelSums<R, Sums, DIGITS> all{part, tile, h, sums, floats, ahead};
-    by_tokens<tokens_at_once(4, DIGITS)>(num_tokens, all);
+    by_tokens<R::tokens_at_once(4, DIGITS)>(num_tokens, all);
 }
 
 size_t whole_sum_floats(const Part& part) { return round_up(size_t(part.num_cols), 16) + padded_groups(part); }

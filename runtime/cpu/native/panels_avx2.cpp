@@ -133,7 +133,7 @@ struct Avx2Sums {
         }
 #pragma GCC unroll 1
         for (int j = 0; j < kBlock / 4; ++j) {
-            __builtin_prefetch(soon + j * kLineBytes);
+            fetch_line(soon + j * kLineBytes);
             __m256i even[2], odd[2];
 #pragma GCC unroll 2
             for (int v = 0; v < 2; ++v) {

@@ -15,6 +15,8 @@ struct Zmm {
     using Floats = __m512;
     static constexpr int32_t lanes = 16;
 
+    static constexpr int tokens_at_once(int, int) { return 4; }  // in 32 registers
+
     static Ints zero() { return _mm512_setzero_si512(); }
     static Ints load(const void* from) { return _mm512_loadu_si512(from); }
     static Ints broadcast(const void* word) { return _mm512_set1_epi32(word_at(word)); }
