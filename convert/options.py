@@ -1,6 +1,5 @@
 """The options of this folder's results, from which the command line is derived, and names that others compute with."""
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,6 +10,7 @@ from moe_pack.calib.quantize import options
 from moe_pack.convert.plan import Target
 from moe_pack.formats import hub
 from moe_pack.formats.base import commands
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.formats.pack import plans
 from moe_pack.formats.parts.specs import with_repeats
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Bits = float | None | str  # bits of a weight; None: the default; "source": the format of the checkpoint
 SOURCE = "source"
 MEMORY_BYTES = 1 << 30  # by default, for all items that are worked on at once
-NUM_CORES = os.cpu_count() or 1
 CALIBRATION_TOKENS = 16384  # of a profile and of thresholds, by default
 SEQUENCE_LENGTH = 512  # tokens of a sequence, by default
 
@@ -396,7 +395,7 @@ class PackOrder:
     )
     many: PartOptions = field(default_factory=PartOptions)
     stream: StreamOptions = field(default_factory=StreamOptions)
-    workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
+    workers: int = field(default=num_cpus(), metadata=WORKERS_OPTION)
     memory_bytes: int = commands.option_field(
         MEMORY_BYTES,
         "--memory SIZE",

@@ -15,9 +15,10 @@ from moe_pack.calib import evaluate, profile, quantize
 from moe_pack.calib.quantize.options import ROTATE_OPTION
 from moe_pack.convert import plan
 from moe_pack.convert.cli.options import INTERRUPTED
-from moe_pack.convert.options import NUM_CORES, WORKERS_OPTION, PlanOptions
+from moe_pack.convert.options import WORKERS_OPTION, PlanOptions
 from moe_pack.formats import families
 from moe_pack.formats.base import cli, commands
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.formats.hub.cli import MODEL
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class SynthOptions:
         "pack takes memory until you remove it or restart the machine.",
     )
     seed: int = commands.option_field(0, "--seed", least=0, most=2**63 - 1, help="Seed of the random weights.")
-    workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
+    workers: int = field(default=num_cpus(), metadata=WORKERS_OPTION)
 
     def check(self) -> None:
         """Refuses numbers out of range and options that do not go together; raises UsageError."""

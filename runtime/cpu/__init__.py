@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         expert_numbers,
         extent_rows,
         is_available,
-        num_cpus,
         open_kernels,
         panel_expert,
         panel_numbers,

@@ -14,7 +14,6 @@ runtime/cpu/native/layout.h reads them. A part has 8 numbers: codec, width, grou
 of its codes and of its scales in the row, has_bias, place (0: the expert has no such part, 1: selector, 2: record).
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.formats.pack.layouts import Part
 from moe_pack.formats.parts import GroupedQuerySpec
 
@@ -86,11 +86,6 @@ def is_available() -> bool:
 def why_unavailable() -> str | None:
     """Returns why the kernels cannot be used, as the end of a sentence ("native kernels ..."); None if they can."""
     return _why_unavailable
-
-
-def num_cpus() -> int:
-    """Returns the number of CPUs on which this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class PagedRows(NamedTuple):

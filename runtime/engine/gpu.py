@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from moe_pack import formats
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.runtime import cpu, model, offload
 from moe_pack.runtime.engine import built, machine, mapped, offloaded
 from moe_pack.runtime.engine.drafting import DraftChoice
@@ -180,7 +181,7 @@ class GpuPart:
         def compile_kernels(launch_all: Callable[[], None]) -> None:
             with ahead.collected_launches() as jobs:
                 launch_all()
-            ahead.compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
+            ahead.compile_ahead(list(jobs.values()), num_cpus(), setup.progress)
 
         return gpu_engine.fit_to_gpu(
             setup.pack, run.device, run.memory, request, inputs.least_bytes, build, compile_kernels, self._known
@@ -306,7 +307,7 @@ def _helping_kernels(setup: built.Setup, stack: ExitStack) -> cpu.Kernels | None
             raise formats.RunError("--misses cpu needs native kernels; remove --kernels torch")
         return None
     # A CPU is left to the process itself: where all compute, each layer waits for the one that was interrupted.
-    kernels = mapped.open_kernels(setup, options.threads or max(1, cpu.num_cpus() - 1), stack)
+    kernels = mapped.open_kernels(setup, options.threads or max(1, num_cpus() - 1), stack)
     if kernels is None:
         setup.fall_back(f"missing rows are pulled over the link: native kernels {cpu.why_unavailable()}")
     return kernels

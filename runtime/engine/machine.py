@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from moe_pack import formats
 from moe_pack.formats.base import json_files
+from moe_pack.formats.base.limits import cgroup_folders, number_in
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
@@ -47,7 +48,8 @@ def mapped_bytes() -> int | None:
 
 def total_bytes() -> int | None:
     """Returns all memory of the machine, within the control group's limit; None if it is not known."""
-    limits = (_number(folder / limit) for folder in _cgroup_folders() for limit, _, _ in _CGROUP_VERSIONS)
+    folders = cgroup_folders("memory")
+    limits = (number_in(folder / limit) for folder in folders for limit, _, _ in _CGROUP_VERSIONS)
     return _least_known(_field(_MEMINFO, "MemTotal"), *limits)
 
 
@@ -103,36 +105,18 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def _left_in_cgroup() -> int | None:
-    for folder in _cgroup_folders():
+    left = []
+    for folder in cgroup_folders("memory"):
         for limit_file, used_file, page_cache in _CGROUP_VERSIONS:
-            limit, used = _number(folder / limit_file), _number(folder / used_file)
+            limit, used = number_in(folder / limit_file), number_in(folder / used_file)
             if limit is not None and used is not None:
-                return max(limit - used + _stat(folder / "memory.stat", page_cache), 0)
-    return None
+                left.append(max(limit - used + _stat(folder / "memory.stat", page_cache), 0))
+    return _least_known(*left)
 
 
 def _stat(path: Path, name: str) -> int:
     lines = path.read_text("ascii", "replace").splitlines() if path.is_file() else []
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
-
-
-def _cgroup_folders() -> list[Path]:
-    """Lists the folders that may have this process's limits, of version 2 and of version 1's memory controller."""
-    listed = Path("/proc/self/cgroup")
-    folders = []
-    for line in listed.read_text("utf-8").splitlines() if listed.is_file() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = Path("/sys/fs/cgroup") / controllers
-            folders += [root / path.lstrip("/"), root]
-    return folders
-
-
-def _number(path: Path) -> int | None:
-    if not path.is_file():
-        return None
-    text = path.read_text("ascii", "replace").strip()
-    return int(text) if text.isdigit() else None
 
 
 # ---- the GPU --------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.formats.pack.plans import KEPT, format_text
 from moe_pack.runtime.cpu import (
@@ -51,7 +52,6 @@ from moe_pack.runtime.cpu import (
     Kernels,
     SelectedNeurons,
     expert_numbers,
-    num_cpus,
     panel_expert,
     panel_numbers,
     row_numbers,

@@ -32,8 +32,8 @@ from benchlib.predicting import measured_fixed_costs, measured_machine, predicte
 
 from moe_pack.formats import Pack
 from moe_pack.formats.base.commands import read_size
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.runtime import MachineFacts, measure_disk
-from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.offload import PRESETS
 
 OURS, MAPPED, LLAMA = "moe-run", "moe-run, mapped", "llama.cpp"

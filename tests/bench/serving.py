@@ -33,7 +33,7 @@ from benchlib.gguf_files import make_gguf
 from benchlib.packs import SYNTHETIC, make_pack
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.cpu import num_cpus
+from moe_pack.formats.base.limits import num_cpus
 
 OURS, SUBSTITUTING, LLAMA = "moe-serve", "moe-serve --substitute", "llama-server"
 _SIDE = Path(__file__).with_name("benchlib") / "serve_side.py"

@@ -21,7 +21,7 @@ from benchlib.confined import MOE_RUN, drop_page_cache, measure, tree_anonymous_
 from benchlib.gguf_files import make_gguf
 from benchlib.llama import llama_command, llama_option
 
-from moe_pack.runtime.cpu import num_cpus
+from moe_pack.formats.base.limits import num_cpus
 
 _PROMPT_TOKENS = 4
 _LIMIT_SECONDS = 600.0

@@ -12,8 +12,9 @@ from support.waiting import HANG_S
 
 from moe_pack.formats import PackError, RunError
 from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.runtime import MachineFacts, measure_machine
-from moe_pack.runtime.cpu import is_available, num_cpus
+from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.doctor import READ_SIZES, ReadMeasurement, ReadTrial, disk_facts
 from moe_pack.runtime.engine.machine import ReadMode, SizedRate
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.base.cli import cache_folder
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.runtime import (
     USUAL_DISK,
     EngineOptions,
@@ -29,7 +30,7 @@ from moe_pack.runtime import (
     measure,
     random_prompt,
 )
-from moe_pack.runtime.cpu import Kernels, num_cpus
+from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.cpu.reads import open_reads
 from moe_pack.runtime.engine import offloaded
 from moe_pack.runtime.engine.built import Setup

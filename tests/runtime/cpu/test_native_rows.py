@@ -18,11 +18,12 @@ from support.native import INSTRUCTION_SETS, kernels_limited_to, select, work
 from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, RowLayout, RunError, Selector, part_format, trellis_format
+from moe_pack.formats.base.limits import num_cpus
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.plans import KEPT, format_text
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.formats.parts.specs import SELECTORS
-from moe_pack.runtime.cpu import CachedRows, ExpertWork, Kernels, num_cpus, open_kernels, row_numbers, stored_numbers
+from moe_pack.runtime.cpu import CachedRows, ExpertWork, Kernels, open_kernels, row_numbers, stored_numbers
 from moe_pack.runtime.cpu.kernels import InstructionSet
 from moe_pack.runtime.model import activations
 from moe_pack.runtime.model.caches import KvDtype

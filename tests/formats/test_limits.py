@@ -1,0 +1,64 @@
+"""CPUs and memory within what affinity and control groups leave to a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_pack.formats.base.limits import cgroup_folders, cpu_quota, num_cpus
+
+GROUP = Path("/sys/fs/cgroup/cpu/moe-pack-test-cpus")
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, None),
+        ({"a/b/cpu.max": "max 100000\n"}, None),
+        ({"a/b/cpu.max": "250000 100000\n"}, 2.5),
+        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000", "cpu.max": "max 100000"}, 3.0),
+        ({"a/b/cpu.max": "400000 100000", "a/cpu.max": "50000 100000"}, 0.5),  # the slice around a service has less
+        ({"cpu,cpuacct/own/cpu.cfs_quota_us": "-1", "cpu,cpuacct/own/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu,cpuacct/own/cpu.cfs_quota_us": "150000", "cpu,cpuacct/own/cpu.cfs_period_us": "50000"}, 3.0),
+        ({"cpu,cpuacct/cpu.cfs_quota_us": "200000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 2.0),
+        ({"memory/own/cpu.max": "100000 100000"}, None),  # of another controller
+        ({"a/b/cpu.max": "not a number"}, None),
+    ],
+)
+def test_the_least_quota_around_a_process_counts(tmp_path: Path, files: dict[str, str], cpus: float | None) -> None:
+    write(tmp_path / "listed", "0::/a/b\n5:cpu,cpuacct:/own\n4:memory:/own\n2:cpuset:/own\n")
+    for name, text in files.items():
+        write(tmp_path / "groups" / name, text)
+    assert cpu_quota(cgroup_folders("cpu", tmp_path / "listed", tmp_path / "groups")) == cpus
+
+
+def test_a_group_outside_of_a_container_is_not_looked_for(tmp_path: Path) -> None:
+    write(tmp_path / "listed", "0::/../../host\n")
+    assert cgroup_folders("memory", tmp_path / "listed", tmp_path / "groups") == [tmp_path / "groups"]
+
+
+def test_without_control_groups_affinity_counts(tmp_path: Path) -> None:
+    assert cgroup_folders("cpu", tmp_path / "none", tmp_path / "groups") == []
+    assert 1 <= num_cpus() <= (os.cpu_count() or 1)
+
+
+def test_a_quota_of_fewer_cpus_leaves_fewer_threads() -> None:
+    try:
+        GROUP.mkdir()
+        (GROUP / "cpu.cfs_quota_us").write_text("140000")
+    except OSError as fault:
+        pytest.skip(f"no CPU cgroup can be made: {fault}")
+    script = "from moe_pack.formats.base.limits import num_cpus; print(num_cpus())"
+    enters = ["sh", "-c", 'echo $$ > "$1" && shift && exec "$@"', "sh", str(GROUP / "cgroup.procs")]
+    try:
+        found = subprocess.run([*enters, sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert found.stdout == "1\n"
+    finally:
+        GROUP.rmdir()
