@@ -29,7 +29,10 @@ Dtype = Literal["bf16", "f16", "f32"]
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 
 WORKERS_OPTION = formats.option(
-    "--workers", least=1, most=256, help="Number of experts worked on at once, one thread each.  [default: all cores]"
+    "--workers",
+    least=1,
+    most=256,
+    help="Number of experts worked on at once, one thread each.  [default: all CPUs that the process may use]",
 )
 FIELD_OPTION = formats.option(
     "--field F",

@@ -289,8 +289,8 @@ _RANKS, _LOGITS, _ROWS = 1, 2, 3  # keys of random streams
 _DRAWS = 16384  # tokens for which logits are drawn
 _ROUNDS = 12
 _MOST = 0.95  # share of tokens: if all tokens chose an expert, there would be no choice
-_DIGITS = 12  # behind the point, of a share
 _LEAST = 0.02  # of an even share: with experts that no token chooses, the model would be a smaller one
+_DIGITS = 12  # of a share, behind the point
 
 
 def skewed_popularity(spec: formats.ModelSpec, skew: float, seed: int) -> Floats:

@@ -9,7 +9,8 @@ import pytest
 
 from moe_pack.formats.base.limits import cgroup_folders, cpu_quota, num_cpus
 
-GROUP = Path("/sys/fs/cgroup/cpu/moe-pack-test-cpus")
+GROUP = Path(f"/sys/fs/cgroup/cpu/moe-pack-test-{os.getpid()}")
+PRINT_CPUS = "import os; from moe_pack.formats.base.limits import num_cpus; {before}; print(num_cpus())"
 
 
 def write(path: Path, text: str) -> None:
@@ -44,21 +45,34 @@ def test_a_group_outside_of_a_container_is_not_looked_for(tmp_path: Path) -> Non
     assert cgroup_folders("memory", tmp_path / "listed", tmp_path / "groups") == [tmp_path / "groups"]
 
 
-def test_without_control_groups_affinity_counts(tmp_path: Path) -> None:
+def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
     assert cgroup_folders("cpu", tmp_path / "none", tmp_path / "groups") == []
-    assert 1 <= num_cpus() <= (os.cpu_count() or 1)
+    assert cpu_quota([]) is None
 
 
-def test_a_quota_of_fewer_cpus_leaves_fewer_threads() -> None:
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_a_process_of_one_cpu_has_one_thread() -> None:
+    assert num_cpus_of([], "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})") == 1
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [(40_000, 1), (140_000, 1), (150_000, 2), (100_000_000, 1 << 30)])
+def test_a_quota_is_rounded_and_leaves_fewer_threads(quota: int, cpus: int) -> None:
     try:
         GROUP.mkdir()
-        (GROUP / "cpu.cfs_quota_us").write_text("140000")
     except OSError as fault:
         pytest.skip(f"no CPU cgroup can be made: {fault}")
-    script = "from moe_pack.formats.base.limits import num_cpus; print(num_cpus())"
-    enters = ["sh", "-c", 'echo $$ > "$1" && shift && exec "$@"', "sh", str(GROUP / "cgroup.procs")]
     try:
-        found = subprocess.run([*enters, sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        assert found.stdout == "1\n"
+        try:
+            (GROUP / "cpu.cfs_quota_us").write_text(str(quota))
+        except OSError as fault:
+            pytest.skip(f"no quota can be set: {fault}")
+        enters = ["sh", "-c", 'echo $$ > "$1" && shift && exec "$@"', "sh", str(GROUP / "cgroup.procs")]
+        assert num_cpus_of(enters, "pass") == min(cpus, num_cpus())
     finally:
         GROUP.rmdir()
+
+
+def num_cpus_of(enters: list[str], before: str) -> int:
+    """Returns what another process finds, which a command starts and which does something before."""
+    command = [*enters, sys.executable, "-c", PRINT_CPUS.format(before=before)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

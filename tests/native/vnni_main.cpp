@@ -32,6 +32,7 @@ __m256i emulated(__m256i sum, __m256i codes, __m256i factors) {
 }
 
 struct Emulated : Ymm {
+    static constexpr int tokens_at_once(int, int) { return 4; }  // as with AVX-512
     static Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
     static Ints times_256(Ints ints) { return _mm256_slli_epi32(ints, 8); }
     static Ints dot_bytes(Ints sum, Ints codes, Ints digits) { return emulated<uint8_t, int8_t>(sum, codes, digits); }

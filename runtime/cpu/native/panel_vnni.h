@@ -115,7 +115,7 @@ struct VnniSums {
         }
 #pragma GCC unroll 2
         for (int j = 0; j < kBlock / 4; ++j) {
-            __builtin_prefetch(soon + j * kLineBytes);  // into the first level: words of 8 bits wait for the second's
+            __builtin_prefetch(soon + j * kLineBytes);  // into the first level, which is faster here
 #pragma GCC unroll 2
             for (int v = 0; v < count; ++v) {
                 const auto codes = R::load(lines + j * kLineBytes + 4 * R::lanes * v);

@@ -89,7 +89,7 @@ struct PanelAhead {
     static constexpr int32_t kAheadBytes = 6144;
 };
 
-// Into the second level of cache: into the first, fewer lines can be under way.
+// Into the second level of cache, from where panels come faster than when lines are fetched into the first.
 inline void fetch_line(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 
 // What one instruction set provides.

@@ -116,7 +116,11 @@ def test_a_control_group_leaves_less() -> None:
         (group / "memory.limit_in_bytes").write_text(str(300 * MIB))
     except OSError as fault:
         pytest.skip(f"no memory cgroup can be made: {fault}")
+    inner = group / "inner"  # of no limit of its own
     try:
+        inner.mkdir()
         assert 0 < available_in(group) <= 300 * MIB
+        assert 0 < available_in(inner) <= 300 * MIB
     finally:
+        inner.rmdir()
         group.rmdir()
