@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from moe_pack import formats
 from moe_pack.formats import base
 from moe_pack.formats.base.commands import Stage
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.formats.pack import layouts
 from moe_pack.formats.pack.manifests import MANIFEST_FILE
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
@@ -89,7 +89,7 @@ def measure_disk(
         steps = MeasurementSteps(progress, len(trials), seconds)
         disk = _measure_disk(files, trials, machine.device_of(folder)[1], steps, seconds)
     progress.end()
-    unknown = machine.CpuFacts(num_cpus(), None, None, None, (), (), None)
+    unknown = machine.CpuFacts(num_cores(), None, None, None, (), (), None)
     return machine.MachineFacts(datetime.now(UTC).date().isoformat(), disk, unknown, None)
 
 
@@ -344,7 +344,7 @@ class _ExpertSpeed(NamedTuple):
 
 def measure_cpu(steps: MeasurementSteps, seconds: float) -> machine.CpuFacts:
     """Measures reading of memory, experts and dense matrices; without native kernels only cores are known."""
-    cores = num_cpus()
+    cores = num_cores()
     if not cpu.is_available():
         return machine.CpuFacts(cores, None, None, None, (), (), None)
     with closing(cpu.Kernels(1)) as one, closing(cpu.Kernels(cores)) as every:

@@ -4,16 +4,56 @@ import os
 from pathlib import Path
 
 _LISTED, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_DEVICES = Path("/sys/devices")
+_FAST_SHARE = 0.7  # of the largest capacity, from which a core counts as fast
 
 
 def num_cpus() -> int:
-    """Returns how many threads of this process can compute at once: its CPUs, or those of a quota, rounded.
+    """Returns how many threads of this process can run at once: its CPUs, or those of a quota, rounded.
 
     With more threads than a quota has CPUs, all threads are stopped when its time is used up.
     """
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _within_quota(len(_allowed_cpus()))
+
+
+def num_cores() -> int:
+    """Returns how many threads of kernels pay: one for each fast core of this process, within a quota.
+
+    Threads of one core would wait for the same arithmetic, and all threads for the last part of each operation, which a
+    slow core may have taken.
+    """
+    return _within_quota(len(fast_cores(_allowed_cpus())))
+
+
+def fast_cores(cpus: set[int], devices: Path = _DEVICES) -> set[int]:
+    """Returns one CPU of each core, and of a hybrid processor those of its fast cores, if there are any.
+
+    Args:    cpus: numbers of CPUs, from which it chooses.   devices: the folder in which Linux describes them.
+    """
+    folders = {cpu: devices / "system" / "cpu" / f"cpu{cpu}" for cpu in sorted(cpus)}
+    fast = cpus & _listed(_text(devices / "cpu_core" / "cpus"))  # of Intel's hybrid processors
+    if not fast:
+        capacities = {cpu: number_in(folder / "cpu_capacity") or 0 for cpu, folder in folders.items()}  # of Arm's
+        fast = {cpu for cpu, capacity in capacities.items() if capacity >= _FAST_SHARE * max(capacities.values())}
+    cores: dict[str, int] = {}
+    for cpu in sorted(fast):
+        cores.setdefault(_text(folders[cpu] / "topology" / "thread_siblings_list") or str(cpu), cpu)
+    return set(cores.values())
+
+
+def _allowed_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _within_quota(cpus: int) -> int:
     quota = cpu_quota()
     return cpus if quota is None else max(1, min(cpus, int(quota + 0.5)))
+
+
+def _listed(text: str) -> set[int]:
+    """Returns the numbers of a list as Linux writes it, "0-3,8"."""
+    ranges = [part.split("-") for part in text.split(",") if part]
+    return {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
 def cpu_quota(folders: list[Path] | None = None) -> float | None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.formats.pack.layouts import Part
 from moe_pack.formats.parts import GroupedQuerySpec
 
@@ -153,7 +153,7 @@ class Kernels:
     def __init__(self, threads: int | None = None, limit: InstructionSet | None = None) -> None:
         if _native is None:
             raise formats.RunError(f"native kernels {_why_unavailable}")
-        self.threads = num_cpus() if threads is None else threads
+        self.threads = num_cores() if threads is None else threads
         self._pool = _native.open_pool(self.threads, limit)
         self.instruction_set: str = _native.instruction_set(self._pool)
 

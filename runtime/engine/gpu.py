@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moe_pack import formats
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores, num_cpus
 from moe_pack.runtime import cpu, model, offload
 from moe_pack.runtime.engine import built, machine, mapped, offloaded
 from moe_pack.runtime.engine.drafting import DraftChoice
@@ -307,7 +307,7 @@ def _helping_kernels(setup: built.Setup, stack: ExitStack) -> cpu.Kernels | None
             raise formats.RunError("--misses cpu needs native kernels; remove --kernels torch")
         return None
     # A CPU is left to the process itself: where all compute, each layer waits for the one that was interrupted.
-    kernels = mapped.open_kernels(setup, options.threads or max(1, num_cpus() - 1), stack)
+    kernels = mapped.open_kernels(setup, options.threads or max(1, min(num_cores(), num_cpus() - 1)), stack)
     if kernels is None:
         setup.fall_back(f"missing rows are pulled over the link: native kernels {cpu.why_unavailable()}")
     return kernels

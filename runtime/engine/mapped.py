@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 import torch
 
 from moe_pack import formats
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.runtime import cpu, drafts, model, offload
 from moe_pack.runtime.engine import built, machine, numerics
 from moe_pack.runtime.engine.drafting import DraftChoice
@@ -35,7 +35,7 @@ def _panel_bytes(setup: built.Setup) -> int:
 def open_operations(setup: built.Setup, stack: ExitStack) -> built.Computing:
     """Opens what computes on the CPU, and chooses its numeric mode; the stack closes it."""
     options = setup.options
-    threads = options.threads or num_cpus()
+    threads = options.threads or num_cores()
     kernels = None
     if options.kernels == "torch":
         if options.numerics in ("fast", "fastest"):

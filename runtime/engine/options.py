@@ -157,7 +157,8 @@ class EngineOptions:
         "-t",
         least=1,
         most=1024,
-        help="CPU threads that compute.  [default: all CPUs that the process may use; with a GPU all but one]",
+        help="CPU threads that compute.  [default: one for each fast core that the process may use; with a GPU a CPU "
+        "is left free]",
     )
     kernels: KernelsOption = commands.option_field(
         "auto",

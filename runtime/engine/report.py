@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_pack.formats import size_text
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.runtime import cpu, model
 from moe_pack.runtime.engine.engine import Engine
 from moe_pack.runtime.engine.machine import anonymous_bytes
@@ -133,7 +133,7 @@ def _cache_bytes(decoder: model.Decoder | model.EncoderDecoder) -> int:
 
 
 def _computed_by(engine: Engine) -> str:
-    num_threads = engine.options.threads or num_cpus()
+    num_threads = engine.options.threads or num_cores()
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
     if isinstance(engine.operations, model.NativeOperations):
         return f"native kernels, {engine.operations.kernels.instruction_set}, {threads}"

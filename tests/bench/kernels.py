@@ -43,7 +43,7 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.formats.pack.plans import KEPT, format_text
 from moe_pack.runtime.cpu import (
@@ -208,7 +208,7 @@ def measure_panels(
     show_default=True,
     help="Bits a weight, trellisBITS (2 to 4), or a codec that keeps a source.",
 )
-@click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
+@click.option("--threads", default=f"1,{min(2, num_cores())}", show_default=True, help="Numbers of threads.")
 @click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="Best instruction set to use.")
 @json_option
 def experts_command(

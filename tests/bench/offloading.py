@@ -32,7 +32,7 @@ from benchlib.predicting import measured_fixed_costs, measured_machine, predicte
 
 from moe_pack.formats import Pack
 from moe_pack.formats.base.commands import read_size
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.runtime import MachineFacts, measure_disk
 from moe_pack.runtime.offload import PRESETS
 
@@ -53,7 +53,7 @@ def run_options(
         one = click.IntRange(1)
         for option in (
             click.option("--seed", default=0, show_default=True, help="Of the tokens."),
-            click.option("--threads", default=num_cpus, show_default="all", type=one),
+            click.option("--threads", default=num_cores, show_default="all", type=one),
             click.option("--decode-tokens", default=32, show_default=True, type=one),
             click.option("--prompt-tokens", default=prompt_tokens, show_default=True, type=one),
             click.option("--rounds", default=rounds, show_default=True, type=one),

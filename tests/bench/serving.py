@@ -33,7 +33,7 @@ from benchlib.gguf_files import make_gguf
 from benchlib.packs import SYNTHETIC, make_pack
 
 from moe_pack.formats import Pack
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 
 OURS, SUBSTITUTING, LLAMA = "moe-serve", "moe-serve --substitute", "llama-server"
 _SIDE = Path(__file__).with_name("benchlib") / "serve_side.py"
@@ -174,7 +174,7 @@ def measured(
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--prompt-tokens", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--decode-tokens", default=64, show_default=True, type=click.IntRange(1))
-@click.option("--threads", default=num_cpus, show_default="all", type=click.IntRange(1))
+@click.option("--threads", default=num_cores, show_default="all", type=click.IntRange(1))
 @click.option(
     "--numerics", default="fast", show_default=True, help="Ours; most packs' default. llama.cpp's are 8 bits."
 )

@@ -21,7 +21,7 @@ from benchlib.confined import MOE_RUN, drop_page_cache, measure, tree_anonymous_
 from benchlib.gguf_files import make_gguf
 from benchlib.llama import llama_command, llama_option
 
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 
 _PROMPT_TOKENS = 4
 _LIMIT_SECONDS = 600.0
@@ -66,7 +66,7 @@ def started(programs: dict[str, tuple[list[str], str]], folder: Path) -> Iterato
 @click.argument("pack", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @llama_option
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--threads", default=num_cpus(), show_default=True, type=click.IntRange(1))
+@click.option("--threads", default=num_cores(), show_default=True, type=click.IntRange(1))
 @json_option
 def main(pack: Path, llama_python: Path | None, rounds: int, threads: int, as_json: bool) -> None:
     programs = commands(pack, llama_python, threads)

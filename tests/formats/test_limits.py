@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_pack.formats.base.limits import cgroup_folders, cpu_quota, num_cpus
+from moe_pack.formats.base.limits import cgroup_folders, cpu_quota, fast_cores, num_cores, num_cpus
 
 GROUP = Path(f"/sys/fs/cgroup/cpu/moe-pack-test-{os.getpid()}")
 PRINT_CPUS = "import os; from moe_pack.formats.base.limits import num_cpus; {before}; print(num_cpus())"
@@ -70,6 +70,43 @@ def test_a_quota_is_rounded_and_leaves_fewer_threads(quota: int, cpus: int) -> N
         assert num_cpus_of(enters, "pass") == min(cpus, num_cpus())
     finally:
         GROUP.rmdir()
+
+
+SIBLINGS = "system/cpu/cpu{cpu}/topology/thread_siblings_list"
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed", "cores"),
+    [
+        ({}, {0, 1, 5}, {0, 1, 5}),  # nothing is known
+        ({0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}, {0, 1, 2, 3}, {0, 2}),
+        ({0: "0,4", 4: "0,4", 1: "1,5", 5: "1,5"}, {1, 4, 5}, {1, 4}),  # of a core's CPUs only one is allowed
+        # Intel: two fast cores of two threads, four slow ones
+        (
+            {"cpu_core/cpus": "0-3\n", "cpu_atom/cpus": "4-7\n", 0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"},
+            {*range(8)},
+            {0, 2},
+        ),
+        ({"cpu_core/cpus": "0-3", "cpu_atom/cpus": "4-7"}, {4, 5, 6}, {4, 5, 6}),  # only slow ones are allowed
+        ({"capacity": [1024, 1024, 900, 446, 446, 446]}, {*range(6)}, {0, 1, 2}),  # Arm
+        ({"capacity": [1024, 1024, 900, 446, 446, 446]}, {3, 4}, {3, 4}),
+        ({"capacity": [1024, 1024]}, {0, 1}, {0, 1}),
+    ],
+)
+def test_threads_have_fast_cores_of_their_own(
+    tmp_path: Path, files: dict[str | int, str | list[int]], allowed: set[int], cores: set[int]
+) -> None:
+    for name, text in files.items():
+        if isinstance(text, list):
+            for cpu, capacity in enumerate(text):
+                write(tmp_path / f"system/cpu/cpu{cpu}/cpu_capacity", f"{capacity}\n")
+        else:
+            write(tmp_path / (SIBLINGS.format(cpu=name) if isinstance(name, int) else name), f"{text}\n")
+    assert fast_cores(allowed, tmp_path) == cores
+
+
+def test_there_are_at_least_as_many_cpus_as_cores() -> None:
+    assert 1 <= num_cores() <= num_cpus()
 
 
 def num_cpus_of(enters: list[str], before: str) -> int:

@@ -12,7 +12,7 @@ from support.waiting import HANG_S
 
 from moe_pack.formats import PackError, RunError
 from moe_pack.formats.base.commands import Stage
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.runtime import MachineFacts, measure_machine
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.doctor import READ_SIZES, ReadMeasurement, ReadTrial, disk_facts
@@ -75,7 +75,7 @@ def test_every_size_that_the_file_has_room_for_is_measured_in_every_mode(
 @pytest.mark.slow
 def test_the_cpu_is_measured_where_there_are_kernels(measured: tuple[MachineFacts, Watched]) -> None:
     cpu = measured[0].cpu
-    assert cpu.cores == num_cpus()
+    assert cpu.cores == num_cores()
     rates = [cpu.read_one, cpu.read_all]
     assert all(rate is not None and rate > 0 for rate in rates) if is_available() else rates == [None] * 2
     assert [one.width for one in cpu.experts] == ([1, 2, 3, 4, 8, 16] if is_available() else [])

@@ -322,7 +322,6 @@ Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, cons
 
 Outcome select_neurons(Pool& pool, SelectorWork* works, int32_t num_works, const float* x) {
     std::lock_guard<std::mutex> lock(pool.one_job());
-    const bool alone = pool.are_tokens_alone();
     SelectorTokens few[kMostCalls];
     int32_t num_few = 0;
     for (int32_t i = 0; i < num_works; i++) {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.base.cli import cache_folder
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.runtime import (
     USUAL_DISK,
     EngineOptions,
@@ -114,7 +114,7 @@ def open_parts(
     plan = divide_budget(pack.layout, options.budget_bytes, context_tokens, routing_bytes(pack.folder), heat=heat)
     has_selector = resident_selectors(pack.layout, heat, plan.num_selectors)
     with ExitStack() as stack:
-        operations = NativeOperations(stack.enter_context(closing(Kernels(options.threads or num_cpus()))))
+        operations = NativeOperations(stack.enter_context(closing(Kernels(options.threads or num_cores()))))
         torch.set_num_threads(1)
         store = ExpertStore(
             pack,

@@ -18,7 +18,7 @@ from support.native import INSTRUCTION_SETS, kernels_limited_to, select, work
 from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, RowLayout, RunError, Selector, part_format, trellis_format
-from moe_pack.formats.base.limits import num_cpus
+from moe_pack.formats.base.limits import num_cores
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.plans import KEPT, format_text
 from moe_pack.formats.parts import GroupedQuerySpec
@@ -368,7 +368,7 @@ def test_all_cpus_work_unless_said_otherwise() -> None:
     if opened is None:
         pytest.skip("native kernels were not built: no C++ compiler")
     with closing(opened):
-        assert opened.threads == num_cpus() >= 1
+        assert opened.threads == num_cores() >= 1
 
 
 def test_no_threads_or_too_many_are_refused() -> None:
