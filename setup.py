@@ -37,6 +37,7 @@ SOURCES = (
     "panels_avx2",
     "panels_avx512",
     "panels_avxvnni",
+    "panels_neon",
     "whole",
     "attention",
     "cached_rows",

@@ -43,7 +43,7 @@ except ImportError as fault:  # built for another machine: torch computes, `why_
     _native = None  # type: ignore[assignment]
     _why_unavailable = f"cannot be loaded here: {fault}"
 
-InstructionSet = Literal["portable", "avx2", "avx512", "avx512vbmi"]
+InstructionSet = Literal["portable", "neon", "avx2", "avx512", "avx512vbmi"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
 PANEL_ROWS = 16  # kPanelRows in panels.h

@@ -49,7 +49,9 @@ def open_operations(setup: built.Setup, stack: ExitStack) -> built.Computing:
         return built.Computing(model.TORCH)
     best = kernels.instruction_set
     if options.kernels not in ("auto", best):
-        raise formats.RunError(f"--kernels {options.kernels}: this machine has {best} at most; use --kernels auto")
+        raise formats.RunError(
+            f"--kernels {options.kernels}: this machine cannot run these kernels; use --kernels auto"
+        )
     # Next to the kernels torch has little to compute: its own threads would only wait, and spin while they wait.
     torch.set_num_threads(1)
     losses = numerics.read_numerics(setup.pack)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ReadOption = Literal["auto", "direct", "pread", "map"]
 VerifyOption = Literal["lazy", "full", "off"]
-KernelsOption = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
+KernelsOption = Literal["auto", "avx512vbmi", "avx512", "avx2", "neon", "portable", "torch"]
 MissesOption = Literal["auto", "cpu", "pull"]
 DraftOption = Literal["auto", "off", "ngram", "mtp"]
 

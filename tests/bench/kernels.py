@@ -60,7 +60,7 @@ from moe_pack.runtime.model import Decoder, NativeOperations
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 
 _CPU = torch.device("cpu")
-InstructionSet = Literal["avx512vbmi", "avx512", "avx2", "portable"]
+InstructionSet = Literal["avx512vbmi", "avx512", "avx2", "neon", "portable"]
 _INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
 _GROUP = 64
 _PANEL_BYTES = 1 << 40  # all experts that can be in panels are

@@ -260,7 +260,7 @@ void check_outputs(const std::vector<Near>& expected, const Exact<float>& y, con
             fail("%s: y[%zu] is %.9g, expected %.9g within %.3g", name, i, y[i], expected[i].value, expected[i].slack);
 }
 
-// Some neurons, of those that run for any token or of all: a runtime may bring more.
+// Some neurons, each once, of those that run for any token or of all: a runtime may bring more.
 std::vector<int32_t> some_neurons(Random& random, const Told& told, int32_t num_rows) {
     std::vector<int32_t> chosen;
     const bool all = random.chance(20);
@@ -270,7 +270,7 @@ std::vector<int32_t> some_neurons(Random& random, const Told& told, int32_t num_
         if ((is_in || all) && random.chance(percent)) chosen.push_back(j);
     }
     for (size_t i = 0, any = random.chance(10); any && i < chosen.size(); i++)
-        chosen[i] = (int32_t)random.between(0, num_rows - 1);
+        std::swap(chosen[i], chosen[random.between(0, (int64_t)chosen.size() - 1)]);
     return chosen;
 }
 

@@ -75,7 +75,7 @@ void fail(const char* format, ...) {
 const std::vector<const Kernels*>& instruction_sets() {
     static const std::vector<const Kernels*> sets = [] {
         std::vector<const Kernels*> found;
-        for (const char* name : {"portable", "avx2", "avx512", "avx512vbmi"}) {
+        for (const char* name : {"portable", "neon", "avx2", "avx512", "avx512vbmi"}) {
             const Kernels* kernels = best_kernels(name);
             if (found.empty() || found.back() != kernels) found.push_back(kernels);
         }

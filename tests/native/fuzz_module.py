@@ -303,7 +303,7 @@ class Cases:
         return [limit, steps, kept, *pieces, self.floats(2 * steps), factor, *tables, self.bytes(rows), *found]
 
     def open_pool_arguments(self) -> Arguments:
-        return [self.number(1, 3), [None, "portable", "avx2", "avx512", "avx512vbmi"][self.number(0, 4)]]
+        return [self.number(1, 3), [None, "portable", "neon", "avx2", "avx512", "avx512vbmi"][self.number(0, 5)]]
 
     def instruction_set_arguments(self) -> Arguments:
         return []

@@ -44,7 +44,7 @@ void run_jobs(Pool& pool, uint64_t seed) {
 
 // A child has none of its parent's threads: their pool works there, and is closed, and so is another.
 void run_in_child(Pool& pool, uint64_t seed) {
-#if !defined(__SANITIZE_THREAD__)  // which does not bear threads behind a fork
+#if !defined(__SANITIZE_THREAD__) && !defined(MOE_PACK_EMULATED)  // which do not bear threads behind a fork
     pid_t child = fork();
     if (child == 0) {
         alarm(60);  // not the parent's: it would leave a child behind that waits forever

@@ -2,11 +2,17 @@
 // several together. A small program that is built in seconds.
 //
 //   vnni [SEED]
+//
+// It prints a checksum of the exact results, the same for AVX2 and, where the program is compiled for Arm, for NEON.
 #include "panels.h"
 
+#if defined(__x86_64__)
 #include "target_avx2.h"
 
 #include "panel_vnni.h"
+#endif
+
+#include <algorithm>
 
 #include <cstdio>
 #include <vector>
@@ -15,6 +21,13 @@
 
 namespace moe_pack {
 namespace {
+
+// Kernels, and what gives the same bits.
+struct Twins {
+    const PanelKernels &found, &expected;
+};
+
+#if defined(__x86_64__)
 
 // sum[i] += the products of the values that lie in double word i.
 template <class Code, class Factor>
@@ -42,6 +55,16 @@ struct Emulated : Ymm {
 constexpr PanelKernels kRounded = panel_kernels<Emulated, VnniSums<Emulated, Emulated>, 2>();
 constexpr PanelKernels kExact = panel_kernels<Emulated, VnniSums<Emulated, Emulated>>(&kRounded);
 
+const Twins kExactTwins{kExact, avx2_panel_kernels}, kRoundedTwins{kRounded, *avx2_panel_kernels.rounded};
+
+#else
+
+const Twins kExactTwins{neon_panel_kernels, neon_panel_kernels};
+
+#endif
+
+uint64_t checksum = 0xcbf29ce484222325u;  // FNV-1a, of floats
+
 template <class T>
 T* aligned(size_t count) {
     return static_cast<T*>(std::aligned_alloc(64, (sizeof(T) * count + 127) / 64 * 64));
@@ -68,6 +91,11 @@ class Bytes {
 };
 
 void require_equal(const std::vector<float>& found, const std::vector<float>& expected, const char* what) {
+    for (float value : found) {
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        checksum = (checksum ^ bits) * 0x100000001b3u;
+    }
     if (std::memcmp(found.data(), expected.data(), 4 * found.size()) == 0) return;
     std::printf("%s differ\n", what);
     std::exit(1);
@@ -151,24 +179,58 @@ void compare_sums(Random& random, const PanelKernels& found, const PanelKernels&
                   sums(expected, part, codes.get(), h.data(), num_tokens), "sums of down rows");
 }
 
+// Rows as they lie: products, and the sum of all.
+std::vector<float> of_rows(const PanelKernels& kernels, const Part& part, const uint8_t* bytes, size_t stride, int count,
+                           const float* x) {
+    std::vector<const uint8_t*> rows;
+    for (int r = 0; r < count; r++) rows.push_back(bytes + r * stride);
+    auto* prepared = aligned<uint8_t>(kernels.prepared_bytes(part));
+    kernels.prepare(part, x, prepared);
+    std::vector<float> found(count + part.num_cols);
+    kernels.dot_rows(part, rows.data(), count, prepared, Ahead{}, nullptr, found.data());
+    auto* sum = aligned<float>(kernels.sum_floats(part));
+    std::memset(sum, 0, 4 * kernels.sum_floats(part));
+    kernels.add_rows(part, rows.data(), count, x, Ahead{}, nullptr, sum);
+    kernels.finish_sum(part, sum, 0.7f, 0, part.num_cols, found.data() + count);
+    std::free(prepared);
+    std::free(sum);
+    return found;
+}
+
+void compare_rows(Random& random, const Twins& twins, const Part& part, int count) {
+    const size_t stride = (part.code_bytes + part.scale_bytes + part.zero_bytes + 63) / 64 * 64;
+    Bytes codes(random, count * stride);
+    for (int r = 0; r < count; r++) codes.scale(r * stride + part.scales_at, part.num_groups);
+    const std::vector<float> x = values(random, part.num_cols);
+    require_equal(of_rows(twins.found, part, codes.get(), stride, count, x.data()),
+                  of_rows(twins.expected, part, codes.get(), stride, count, x.data()), "rows as they lie");
+}
+
+void compare(const Twins& twins, uint64_t seed) {
+    Random random(seed);
+    for (int num_groups : {1, 3, 8, 9, 32}) {
+        for (int num_tokens = 1; num_tokens <= 11; num_tokens++) {
+            for (int width : {4, 8})
+                compare_products(random, twins.found, twins.expected, part_of(width, num_groups), num_tokens);
+            compare_sums(random, twins.found, twins.expected, part_of(4, num_groups), num_tokens);
+            compare_rows(random, twins, part_of(4, num_groups), 6 * num_tokens - 5);
+        }
+    }
+}
+
 }  // namespace
 }  // namespace moe_pack
 
+#if defined(__x86_64__)
 #include "target_end.h"
+#endif
 
 int main(int count, char** arguments) {
     using namespace moe_pack;
-    Random random(count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 1);
-    for (int num_groups : {1, 3, 8, 9, 32}) {
-        for (int num_tokens = 1; num_tokens <= 11; num_tokens++) {
-            for (bool rounds : {false, true}) {
-                const PanelKernels& found = rounds ? kRounded : kExact;
-                const PanelKernels& expected = rounds ? *avx2_panel_kernels.rounded : avx2_panel_kernels;
-                for (int width : {4, 8})
-                    compare_products(random, found, expected, part_of(width, num_groups), num_tokens);
-                compare_sums(random, found, expected, part_of(4, num_groups), num_tokens);
-            }
-        }
-    }
-    std::printf("VNNI gives the bits of AVX2\n");
+    const uint64_t seed = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 1;
+    compare(kExactTwins, seed);
+    std::printf("the bits of AVX2, checksum %016llx\n", (unsigned long long)checksum);
+#if defined(__x86_64__)
+    compare(kRoundedTwins, seed);
+#endif
 }

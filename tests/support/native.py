@@ -13,7 +13,7 @@ from moe_pack.runtime.cpu import ExpertRows, Kernels, SelectedNeurons, is_availa
 from moe_pack.runtime.cpu.kernels import InstructionSet
 from moe_pack.runtime.model import NativeOperations
 
-INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512", "avx512vbmi")
+INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "neon", "avx2", "avx512", "avx512vbmi")
 
 
 @cache

@@ -8,19 +8,13 @@
 #include <immintrin.h>
 
 #include "codes_avx2.h"
+#include "digits.h"
 
 namespace moe_pack {
 namespace {
 
-constexpr float kPeak = 8300000.0f;  // of fixed-point inputs: the highest digit is at most 127
-constexpr int32_t kDigits = 3;
-constexpr int32_t kDigitBytes = kDigits * kBlock;  // of a block of inputs: 64 low digits, 64 middle, 64 high
-constexpr int32_t kHeaderBytes = 64;               // of prepared affine inputs: their peak, a float
-
 // Groups are numbered `block >> block_shift` where they are no smaller than a block.
 int32_t block_shift(const Part& part) { return part.num_groups == 1 ? 31 : part.group == 2 * kBlock ? 1 : 0; }
-
-size_t padded_groups(const Part& part) { return round_up(size_t(part.num_groups), 16); }
 
 // -- Inputs ----------------------------------------------------------------------------------------------------------
 

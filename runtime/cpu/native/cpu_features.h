@@ -38,4 +38,21 @@ inline const CpuFeatures& cpu_features() {
 }
 
 }  // namespace moe_pack
+#elif defined(__aarch64__)
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+namespace moe_pack {
+
+// Whether the CPU adds up products of four bytes (FEAT_DotProd), as Apple's all do.
+inline bool has_dot_products() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#else
+    return true;
+#endif
+}
+
+}  // namespace moe_pack
 #endif

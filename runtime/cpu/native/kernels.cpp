@@ -8,8 +8,8 @@
 namespace moe_pack {
 namespace {
 
-constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512vbmi"};  // slowest first
-constexpr int kNumNames = 4;
+enum Name { kPortable, kNeon, kAvx2, kAvx512, kAvx512Vbmi, kNumNames };  // slowest first
+constexpr const char* kNames[kNumNames] = {"portable", "neon", "avx2", "avx512", "avx512vbmi"};
 
 #if defined(__x86_64__)
 
@@ -63,24 +63,34 @@ struct All {
 // The kernels of a name, or null where this machine lacks their instructions.
 const Kernels* usable(int name_idx) {
 #if defined(__x86_64__)
-    if (name_idx >= 2) {
+    if (name_idx >= kAvx512) {
         const bool has = cpu_features().avx512f && cpu_features().avx512bw &&
                          cpu_features().avx512dq && cpu_features().avx512vl &&
                          cpu_features().avx512vnni;
-        if (!has || (name_idx == 3 && !cpu_features().avx512vbmi)) {
+        if (!has || (name_idx == kAvx512Vbmi && !cpu_features().avx512vbmi)) {
             return nullptr;
         }
-        return name_idx == 3 ? All<avx512_kernels, vbmi_trellis_kernels>::named(kNames[3])
-                             : All<avx512_kernels, avx512_trellis_kernels>::named(kNames[2]);
+        return name_idx == kAvx512Vbmi ? All<avx512_kernels, vbmi_trellis_kernels>::named(kNames[kAvx512Vbmi])
+                                       : All<avx512_kernels, avx512_trellis_kernels>::named(kNames[kAvx512]);
     }
-    if (name_idx == 1) {
+    if (name_idx == kAvx2) {
         const bool has = cpu_features().avx2 && cpu_features().fma &&
                          cpu_features().f16c && cpu_features().bmi2;
         const PanelKernels* panels = cpu_features().avx_vnni ? avx_vnni_panel_kernels() : nullptr;  // of the same bits
-        return has ? All<avx2_kernels, avx2_trellis_kernels>::named(kNames[1], panels) : nullptr;
+        return has ? All<avx2_kernels, avx2_trellis_kernels>::named(kNames[kAvx2], panels) : nullptr;
+    }
+#elif defined(__aarch64__)
+    if (name_idx == kNeon && has_dot_products()) {
+        static const Kernels neon = [] {
+            Kernels made = portable_kernels;
+            made.name = kNames[kNeon];
+            made.panels = &neon_panel_kernels;
+            return made;
+        }();
+        return &neon;
     }
 #endif
-    return name_idx == 0 ? &portable_kernels : nullptr;
+    return name_idx == kPortable ? &portable_kernels : nullptr;
 }
 
 }  // namespace

@@ -167,8 +167,8 @@ extern const TrellisKernels avx2_trellis_kernels, avx512_trellis_kernels;
 extern const TrellisKernels vbmi_trellis_kernels;  // and AVX-512 VBMI
 #endif
 
-// The fastest this machine has, at most the one named `limit` ("portable", "avx2", "avx512", "avx512vbmi"; null: no
-// limit).
+// The fastest this machine has, at most the one named `limit` ("portable", "neon", "avx2", "avx512", "avx512vbmi"; null:
+// no limit).
 const Kernels* best_kernels(const char* limit);
 
 }  // namespace moe_pack

@@ -37,7 +37,7 @@ PyObject* open_pool(PyObject*, PyObject* arguments) {
     if (!PyArg_ParseTuple(arguments, "iz:open_pool", &threads, &limit)) return nullptr;
     if (threads < 1 || threads > kMaxThreads) return refuse("threads", "expected 1 to 1024");
     const Kernels* kernels = best_kernels(limit);
-    if (kernels == nullptr) return refuse("instruction set", "expected portable, avx2, avx512 or avx512vbmi");
+    if (kernels == nullptr) return refuse("instruction set", "expected portable, neon, avx2, avx512 or avx512vbmi");
     Pool* pool = new (std::nothrow) Pool(threads, *kernels);
     if (pool == nullptr) return PyErr_NoMemory();
     PyObject* capsule = PyCapsule_New(pool, kPoolName, free_pool);

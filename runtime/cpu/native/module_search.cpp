@@ -57,7 +57,7 @@ PyObject* search_codes(PyObject*, PyObject* arguments) {
                           &from[9], &from[10], &from[11]))
         return nullptr;
     if (best_kernels(limit) == nullptr)
-        return refuse("instruction set", "expected portable, avx2, avx512 or avx512vbmi");
+        return refuse("instruction set", "expected portable, neon, avx2, avx512 or avx512vbmi");
     if (work.num_steps < 1 || work.num_steps > kMaxSteps) return refuse("steps", "expected 1 to 32768");
     if (work.num_kept < 0 || work.num_kept > work.num_steps) return refuse("kept", "more steps than there are");
     GivenSearch given;

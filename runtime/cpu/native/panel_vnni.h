@@ -1,57 +1,16 @@
 // Sums of a block's products by VNNI, which adds the products of four bytes, or of two words, to a double word.
 #pragma once
 
-#include "panel_kernels.h"
+#include "panel_rows_avx2.h"
+
+#include "panel_dots.h"
 
 namespace moe_pack {
 namespace {
 
-// `R` has dot_bytes(sum, codes, digits) and dot_words(sum, codes, words), and registers as panel_kernels.h wants them; `Y`
-// has the first of the two for eight double words.
+// `R` has what DotSums wants, and dot_words(sum, codes, words); `Y` has dot_bytes for eight double words.
 template <class R, class Y>
-struct VnniSums {
-    template <int DIGITS, int TOKENS, class Digits>
-    static void add_nibbles(const uint8_t* lines, const Digits (&digits)[TOKENS], BlockSums<R> (&sums)[TOKENS]) {
-        constexpr int count = BlockSums<R>::count, chains = TOKENS == 1 ? 2 : 1;  // of a sum: shorter ones where registers allow
-        typename R::Ints of[TOKENS][count][DIGITS][chains];
-        for (auto& token : of) {
-            for (auto& rows : token) {
-                for (auto& digit : rows) {
-                    for (auto& chain : digit) {
-                        chain = R::zero();
-                    }
-                }
-            }
-        }
-#pragma GCC unroll 2
-        for (int j = 0; j < 8; ++j) {
-#pragma GCC unroll 2
-            for (int v = 0; v < count; ++v) {
-                const auto codes = R::load(lines + j * kLineBytes + 4 * R::lanes * v);
-                const auto low = R::low_nibbles(codes), high = R::high_nibbles(codes);
-#pragma GCC unroll 4
-                for (int t = 0; t < TOKENS; ++t) {
-#pragma GCC unroll 3
-                    for (int k = 0; k < DIGITS; ++k) {
-                        auto& to = of[t][v][k];
-                        to[0] = R::dot_bytes(to[0], low, R::broadcast(digits[t].word(k, 2 * j)));
-                        to[chains - 1] = R::dot_bytes(to[chains - 1], high, R::broadcast(digits[t].word(k, 2 * j + 1)));
-                    }
-                }
-            }
-        }
-        for (int t = 0; t < TOKENS; ++t) {
-            for (int v = 0; v < count; ++v) {
-                typename R::Ints whole[DIGITS];
-                for (int k = 0; k < DIGITS; ++k) {
-                    whole[k] = chains == 2 ? R::add(of[t][v][k][0], of[t][v][k][chains - 1]) : of[t][v][k][0];
-                }
-                sums[t].low[v] = R::add(R::times_256(whole[1]), whole[0]);
-                sums[t].high[v] = DIGITS == 3 ? whole[DIGITS - 1] : R::zero();
-            }
-        }
-    }
-
+struct VnniSums : DotSums<R> {
     template <int DIGITS>
     static void add_row(const Codes& codes, const int8_t* digits, __m256i& low, __m256i& high) {
         __m256i sums[DIGITS];

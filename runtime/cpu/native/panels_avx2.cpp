@@ -5,6 +5,8 @@
 
 #include "target_avx2.h"
 
+#include "panel_rows_avx2.h"
+
 #include "panel_kernels.h"
 
 namespace moe_pack {

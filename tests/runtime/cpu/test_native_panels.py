@@ -472,11 +472,20 @@ def test_panels_of_an_expert_with_a_threshold_are_not_used(kernels: Kernels) -> 
     assert not torch.equal(expected, run(expert.rows(), x, range(FEW), kernels))
 
 
-def test_emulated_vnni_gives_the_bits_of_avx2() -> None:
-    """Few machines have these instructions; sums and their order are compiled from the same code."""
+def test_emulated_instructions_give_the_bits_of_avx2() -> None:
+    """Few machines have VNNI, and none here NEON: a small program is built for both."""
     kernels_limited_to("avx2")  # or it skips
-    if shutil.which("g++") is None or shutil.which("make") is None:
-        pytest.skip("no g++ and make")
-    command = ["make", "-C", str(Path(__file__).parents[2] / "native"), "vnni"]
+    exact = panel_bits("vnni", "g++")
+    if shutil.which("qemu-aarch64") is not None:
+        assert panel_bits("neon", "aarch64-linux-gnu-g++") == exact
+
+
+def panel_bits(target: str, compiler: str) -> str:
+    """Returns the checksum of results that a program prints which compares panels."""
+    if shutil.which(compiler) is None or shutil.which("make") is None:
+        pytest.skip(f"no {compiler} and make")
+    command = ["make", "-C", str(Path(__file__).parents[2] / "native"), target]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    (line,) = (line for line in run.stdout.splitlines() if "checksum" in line)
+    return line

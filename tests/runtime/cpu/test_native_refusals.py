@@ -562,7 +562,7 @@ def test_an_operation_without_kernels_is_refused() -> None:
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^instruction set: expected portable, avx2, avx512 or avx512vbmi$"):
+    with pytest.raises(ValueError, match=r"^instruction set: expected portable, neon, avx2, avx512 or avx512vbmi$"):
         Kernels(1, cast(InstructionSet, "sse2"))
 
 
