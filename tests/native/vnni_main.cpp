@@ -59,7 +59,7 @@ const Twins kExactTwins{kExact, avx2_panel_kernels}, kRoundedTwins{kRounded, *av
 
 #else
 
-const Twins kExactTwins{neon_panel_kernels, neon_panel_kernels};
+const Twins kExactTwins{*neon_panel_kernels(), *neon_panel_kernels()};
 
 #endif
 

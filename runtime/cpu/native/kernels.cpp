@@ -80,11 +80,11 @@ const Kernels* usable(int name_idx) {
         return has ? All<avx2_kernels, avx2_trellis_kernels>::named(kNames[kAvx2], panels) : nullptr;
     }
 #elif defined(__aarch64__)
-    if (name_idx == kNeon && has_dot_products()) {
+    if (name_idx == kNeon && has_dot_products() && neon_panel_kernels() != nullptr) {
         static const Kernels neon = [] {
             Kernels made = portable_kernels;
             made.name = kNames[kNeon];
-            made.panels = &neon_panel_kernels;
+            made.panels = neon_panel_kernels();
             return made;
         }();
         return &neon;

@@ -121,7 +121,7 @@ extern const PanelKernels avx2_panel_kernels;
 extern const PanelKernels avx512_panel_kernels;
 const PanelKernels* avx_vnni_panel_kernels();  // null: the compiler does not know them
 #elif defined(__aarch64__)
-extern const PanelKernels neon_panel_kernels;  // with products of bytes (FEAT_DotProd)
+const PanelKernels* neon_panel_kernels();  // with products of bytes (FEAT_DotProd); null likewise
 #endif
 
 }  // namespace moe_pack

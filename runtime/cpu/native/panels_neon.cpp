@@ -1,5 +1,5 @@
 // Panels with NEON, where processors add up products of four bytes (FEAT_DotProd): from Cortex-A76 and Neoverse N1 on.
-#if defined(__aarch64__)
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
 
 #include "panels.h"
 
@@ -119,9 +119,11 @@ struct NeonSums : DotSums<Neon> {
     }
 };
 
+constexpr PanelKernels kKernels = panel_kernels<Neon, NeonSums>();
+
 }  // namespace
 
-const PanelKernels neon_panel_kernels = panel_kernels<Neon, NeonSums>();
+const PanelKernels* neon_panel_kernels() { return &kKernels; }
 
 }  // namespace moe_pack
 
@@ -129,4 +131,14 @@ const PanelKernels neon_panel_kernels = panel_kernels<Neon, NeonSums>();
 #pragma clang attribute pop
 #endif
 
-#endif  // __aarch64__
+#elif defined(__aarch64__)
+
+#include "panels.h"
+
+namespace moe_pack {
+
+const PanelKernels* neon_panel_kernels() { return nullptr; }
+
+}  // namespace moe_pack
+
+#endif
