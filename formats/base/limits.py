@@ -5,7 +5,7 @@ from pathlib import Path
 
 _LISTED, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _DEVICES = Path("/sys/devices")
-_FAST_SHARE = 0.7  # of the largest capacity, from which a core counts as fast
+_FAST_SHARE = 0.7  # of the largest capacity: big cores of Arm have more, small ones half and less
 
 
 def num_cpus() -> int:

@@ -13,7 +13,6 @@
 #endif
 
 #include <algorithm>
-
 #include <cstdio>
 #include <vector>
 

@@ -1,6 +1,6 @@
 // Panels: what their kernels for all instruction sets share, the forms of inputs and of factors.
 //
-// Before it lie kPeak, kDigits, kDigitBytes and kHeaderBytes, and PanelAhead; internal linkage as in vector.h.
+// Internal linkage as in vector.h.
 #pragma once
 
 #include "digits.h"
@@ -130,7 +130,7 @@ struct TileFactors {
               PanelAhead ahead = {});
 };
 
-// The digits of a group's factors, as PanelInputs takes them.
+// The digits of a group's factors, a word of each four rows as BlockDigits has them.
 struct GroupDigits {
     const TileFactors* factors;
     int32_t lane;

@@ -363,7 +363,7 @@ def test_results_do_not_depend_on_what_was_computed_before(opened_kernels: Kerne
     assert torch.equal(of_experts(1, "both", opened_kernels), expected)
 
 
-def test_all_cpus_work_unless_said_otherwise() -> None:
+def test_all_cores_work_unless_said_otherwise() -> None:
     opened = open_kernels()
     if opened is None:
         pytest.skip("native kernels were not built: no C++ compiler")
